@@ -1,0 +1,189 @@
+"""The one typed configuration tree. Defaults < file < environment (`KVFERRY_SECTION__NAME`) < flags.
+
+Every default stands here and nowhere else. Field names are unique across sections, so a flag needs no section
+(`--max-num-seqs`), while a file and the environment name it (`engine.max_num_seqs`, `KVFERRY_ENGINE__MAX_NUM_SEQS`).
+Names follow vLLM where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kvferry.common.errors import ConfigError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(value: object) -> object:
+    """`536870912`, `512MiB`, `512M`, `0.5G`: powers of 1024. Anything else is left for the field to refuse."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+        if not match:
+            raise ValueError(f"{value!r} is not a size: write for example 512MiB or 2GiB")
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+TransportName = Literal["shm", "ucx", "grpc"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClusterConfig(Section):
+    """What every process of a cluster must be told alike."""
+
+    model: str = Field("smollm2-135m", description="alias, local Hugging Face folder, or hub id")
+    served_model_name: str | None = Field(None, description="name in the API (default: the model as given)")
+    redis_url: str | None = Field(None, description="Redis that holds the index, e.g. redis://host:6379/0")
+    namespace: str = Field("kvferry", description="prefix of this cluster's keys in Redis")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+
+class EngineConfig(Section):
+    block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
+    kv_cache_memory: Bytes | None = Field(None, ge=1, description="bytes of KV pool (default on CPU: 512MiB)")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of free GPU memory for the pool")
+    num_blocks_override: int | None = Field(None, ge=1, description="pool size in blocks, for tests")
+    max_model_len: int | None = Field(None, ge=1, description="context limit (default: the model's own)")
+    max_num_seqs: int = Field(128, ge=1, description="sequences per step")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step (default: CPU 256, GPU 2048)")
+    max_step_ms: float = Field(100.0, gt=0, description="on decode nodes, target length of a step with prompt tokens")
+    max_num_waiting: int = Field(1024, ge=1, description="requests that may wait on a node")
+    enable_prefix_caching: bool = True
+    num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
+
+
+class NodeConfig(Section):
+    """A prefill, decode or both node."""
+
+    node_id: str | None = Field(None, description="stable name (default: role and port)")
+    node_host: str = Field("127.0.0.1", description="address to listen on for gRPC")
+    node_port: int = Field(0, ge=0, le=65535, description="gRPC port (0: any free one)")
+    advertise_host: str | None = Field(None, description="address that peers reach this node by (default: node-host)")
+    metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics (0: any free one)")
+    transports: tuple[TransportName, ...] = Field(("shm", "grpc"), description="offered and used, in this order")
+    local_prefill_max_tokens: int | None = Field(
+        None, ge=0, description="a decode node computes prompts with at most this many uncached tokens itself"
+    )
+    shm_dir: str = Field("/dev/shm", description="folder of the shared pool file")
+    lease_s: float = Field(8.0, gt=0, description="seconds a lease lives without being renewed")
+    lease_renew_s: float = Field(2.0, gt=0, description="seconds between renewals")
+    heartbeat_s: float = Field(1.0, gt=0, description="seconds between load reports to the index")
+    node_ttl_s: float = Field(5.0, gt=0, description="seconds after which a silent node is gone")
+    prefill_timeout_s: float = Field(300.0, gt=0, description="longest wait for one remote prefill")
+    peer_timeout_s: float = Field(3.0, gt=0, description="longest silence of a peer that should be alive")
+    drain_s: float = Field(30.0, ge=0, description="grace period for running requests after SIGTERM")
+
+
+class GatewayConfig(Section):
+    host: str = Field("127.0.0.1", description="HTTP address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port")
+    client_stall_timeout: float = Field(60.0, gt=0, description="seconds a client may accept nothing")
+    queue_timeout: float = Field(120.0, gt=0, description="longest wait for the first token")
+    max_num_requests: int = Field(2048, ge=1, description="requests in flight; more are answered with 429")
+    max_body_bytes: Bytes = Field(16 * 2**20, ge=1, description="largest request body")
+    index_timeout_s: float = Field(0.05, gt=0, description="longest wait for the prefix index per request")
+
+
+class LocalConfig(Section):
+    """`kvferry up`."""
+
+    num_prefill: int = Field(1, ge=0, description="prefill nodes")
+    num_decode: int = Field(1, ge=0, description="decode nodes")
+    num_both: int = Field(0, ge=0, description="nodes that do both (aggregated mode)")
+    ready_timeout: float = Field(180.0, gt=0, description="seconds to wait until the cluster is ready")
+
+
+class Config(Section):
+    cluster: ClusterConfig = ClusterConfig()
+    engine: EngineConfig = EngineConfig()
+    node: NodeConfig = NodeConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    local: LocalConfig = LocalConfig()
+
+    @property
+    def served_model(self) -> str:
+        return self.cluster.served_model_name or self.cluster.model
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
+}
+SECTION_OF: dict[str, str] = {field: name for name, cls in SECTIONS.items() for field in cls.model_fields}
+"""Field name -> its section. Unique by the assertion below, so that flags need no section."""
+assert len(SECTION_OF) == sum(len(cls.model_fields) for cls in SECTIONS.values())
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing when no known name is close."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _merge(into: dict[str, dict[str, Any]], section: str, field: str, value: Any, origin: str) -> None:
+    if section not in SECTIONS:
+        raise ConfigError(f"{origin}: unknown section {section!r}{nearest(section, SECTIONS)}")
+    known = SECTIONS[section].model_fields
+    if field not in known:
+        raise ConfigError(f"{origin}: unknown option {section}.{field}{nearest(field, known)}")
+    if isinstance(value, str) and get_args(known[field].annotation) and str(known[field].annotation).startswith("tuple"):
+        value = tuple(part.strip() for part in value.split(",") if part.strip())
+    into[section][field] = value
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = path.read_text()
+    except OSError as exc:
+        raise ConfigError(f"config file {path}: {exc.strerror}") from exc
+    try:
+        data = tomllib.loads(raw) if path.suffix == ".toml" else yaml.safe_load(raw)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as exc:
+        raise ConfigError(f"config file {path} does not parse: {exc}") from exc
+    if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()):
+        raise ConfigError(f"config file {path}: expected sections {', '.join(SECTIONS)} with options in each")
+    return data
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The merged tree. `flags` maps field names to values (strings are parsed by the field's type).
+
+    Raises ConfigError that names the option, the value, and what would be accepted.
+    """
+    environ = os.environ if environ is None else environ
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    if path := file or environ.get("KVFERRY_CONFIG"):
+        for section, options in _read_file(Path(path)).items():
+            for field, value in options.items():
+                _merge(merged, section, field.replace("-", "_"), value, f"config file {path}")
+    for key, text in environ.items():
+        if key.startswith("KVFERRY_") and "__" in key:
+            section, _, field = key.removeprefix("KVFERRY_").lower().partition("__")
+            _merge(merged, section, field, text, f"environment variable {key}")
+    for field, value in (flags or {}).items():
+        if field not in SECTION_OF:
+            raise ConfigError(f"unknown option {field!r}{nearest(field, SECTION_OF)}", param=field)
+        _merge(merged, SECTION_OF[field], field, value, f"--{field.replace('_', '-')}")
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as exc:
+        parts = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in exc.errors()]
+        raise ConfigError("; ".join(parts)) from exc

@@ -1,0 +1,105 @@
+"""What travels through the house: one generation request and what comes back. Immutable, no behaviour."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.StrEnum):
+    """How a request ended, in OpenAI's words (vLLM's `abort` added)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Names and meanings as in vLLM.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None: none; k: the chosen token's and the k best.
+    `seed` is always set: the gateway draws one at admission where the client gave none.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """A prefill node that the router would use, and how many leading blocks it is believed to hold."""
+
+    instance_id: str
+    address: str
+    cached_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One submission to a decode node: one prompt, `n` choices."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    attempt: int = 0
+    cache_salt: str = ""
+    prefill: tuple[PrefillCandidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one produced token, and of the most likely ones in falling order."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds that a request spent in each phase before its first token (0 where a phase did not happen)."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    first_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one engine step produced for one choice of one request.
+
+    Exactly one output per choice carries `finish_reason`; with `error` set it ends the whole request.
+    `logprobs` is empty or as long as `token_ids`. `cached_tokens`, `computed_tokens`, `prefilled_by` and `times`
+    are set on the first output of each choice: prompt tokens found in a cache, prompt tokens computed for this request
+    anywhere, and the instance that computed them ("" = the decode node itself).
+    """
+
+    request_id: str
+    attempt: int = 0
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error_code: str = ""
+    error_message: str = ""
+    error_param: str = ""
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    prefilled_by: str = ""
+    times: RequestTimes = field(default_factory=RequestTimes)

@@ -1,0 +1,46 @@
+"""The prefix index: which nodes live, how loaded they are, and which of them holds which block.
+
+Everything it says is a hint (DESIGN promise 5): a wrong answer costs time, never correctness. It never sees a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.common.nodes import NodeRecord
+
+
+class PrefixIndex(Protocol):
+    """Implementations: `MemoryIndex` (tests, one process) and `RedisIndex`. `tests/index/conformance.py` checks any.
+
+    Every method is safe to call concurrently and raises `IndexUnavailable` when the store does not answer in time.
+    """
+
+    async def announce(self, record: NodeRecord, ttl_s: float) -> None:
+        """Registers the node or renews it with a fresh load; it is gone `ttl_s` seconds after the last call.
+
+        Announcing a new instance of the same `node_id` removes the older instance at once. Only a different
+        `instance_id` counts as new; an older instance that announces again after that is refused with `Unavailable`.
+        """
+
+    async def withdraw(self, instance_id: str) -> None:
+        """Removes the node and makes everything it stored unreachable. Idempotent."""
+
+    async def nodes(self) -> list[NodeRecord]:
+        """All live nodes, ordered by node id."""
+
+    async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
+        """The node now holds these blocks. Idempotent. Unknown or dead instances are ignored."""
+
+    async def remove(self, instance_id: str, names: Sequence[bytes]) -> None:
+        """The node dropped these blocks. Idempotent; names it never stored are skipped."""
+
+    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+        """Live instance id -> how many *leading* names it holds (instances with none are left out).
+
+        One round trip, whatever `len(names)`. A node's holdings are closed under prefix.
+        """
+
+    async def aclose(self) -> None:
+        """Closes connections. A second call does nothing."""

@@ -1,0 +1,150 @@
+"""Wire messages <-> the types of `common`. Both directions of each pair stand together."""
+
+from __future__ import annotations
+
+from kvferry.common import requests as rq
+from kvferry.common.nodes import LayoutCard
+from kvferry.proto import kvferry_pb2 as pb
+
+
+def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
+    return pb.Submit(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_pb(request.sampling),
+        n=request.n,
+        cache_salt=request.cache_salt,
+        prefill=[
+            pb.Candidate(instance_id=c.instance_id, address=c.address, cached_blocks=c.cached_blocks)
+            for c in request.prefill
+        ],
+    )
+
+
+def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
+    return rq.GenerateRequest(
+        request_id=msg.request_id,
+        attempt=msg.attempt,
+        prompt_token_ids=tuple(msg.prompt_token_ids),
+        sampling=sampling_from_pb(msg.sampling),
+        n=msg.n,
+        cache_salt=msg.cache_salt,
+        prefill=tuple(rq.PrefillCandidate(c.instance_id, c.address, c.cached_blocks) for c in msg.prefill),
+    )
+
+
+def sampling_to_pb(s: rq.SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=s.max_tokens,
+        min_tokens=s.min_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=[pb.TokenBias(token_id=t, bias=b) for t, b in s.logit_bias],
+        stop_token_ids=s.stop_token_ids,
+        ignore_eos=s.ignore_eos,
+        seed=s.seed,
+        logprobs=s.logprobs,
+    )
+
+
+def sampling_from_pb(m: pb.Sampling) -> rq.SamplingParams:
+    return rq.SamplingParams(
+        max_tokens=m.max_tokens,
+        min_tokens=m.min_tokens,
+        temperature=m.temperature,
+        top_p=m.top_p,
+        top_k=m.top_k,
+        min_p=m.min_p,
+        repetition_penalty=m.repetition_penalty,
+        presence_penalty=m.presence_penalty,
+        frequency_penalty=m.frequency_penalty,
+        logit_bias=tuple((b.token_id, b.bias) for b in m.logit_bias),
+        stop_token_ids=tuple(m.stop_token_ids),
+        ignore_eos=m.ignore_eos,
+        seed=m.seed,
+        logprobs=m.logprobs if m.HasField("logprobs") else None,
+    )
+
+
+def output_to_pb(o: rq.RequestOutput) -> pb.Output:
+    msg = pb.Output(
+        request_id=o.request_id,
+        attempt=o.attempt,
+        index=o.index,
+        token_ids=o.token_ids,
+        logprobs=[
+            pb.Logprobs(logprob=t.logprob, top_token_ids=[i for i, _ in t.top], top_logprobs=[p for _, p in t.top])
+            for t in o.logprobs
+        ],
+        finish_reason=o.finish_reason or "",
+        stop_token_id=o.stop_token_id,
+        cached_tokens=o.cached_tokens,
+        computed_tokens=o.computed_tokens,
+        prefilled_by=o.prefilled_by,
+    )
+    if o.error_code:
+        msg.error.CopyFrom(pb.ErrorDetail(code=o.error_code, message=o.error_message, param=o.error_param))
+    if o.times != rq.RequestTimes():
+        t = o.times
+        msg.times.CopyFrom(
+            pb.Times(queue_s=t.queue_s, prefill_s=t.prefill_s, transfer_s=t.transfer_s, first_step_s=t.first_step_s)
+        )
+    return msg
+
+
+def output_from_pb(m: pb.Output) -> rq.RequestOutput:
+    t = m.times
+    return rq.RequestOutput(
+        request_id=m.request_id,
+        attempt=m.attempt,
+        index=m.index,
+        token_ids=tuple(m.token_ids),
+        logprobs=tuple(
+            rq.TokenLogprobs(p.logprob, tuple(zip(p.top_token_ids, p.top_logprobs, strict=True))) for p in m.logprobs
+        ),
+        finish_reason=rq.FinishReason(m.finish_reason) if m.finish_reason else None,
+        stop_token_id=m.stop_token_id if m.HasField("stop_token_id") else None,
+        error_code=m.error.code,
+        error_message=m.error.message,
+        error_param=m.error.param,
+        cached_tokens=m.cached_tokens,
+        computed_tokens=m.computed_tokens,
+        prefilled_by=m.prefilled_by,
+        times=rq.RequestTimes(t.queue_s, t.prefill_s, t.transfer_s, t.first_step_s),
+    )
+
+
+def card_to_pb(c: LayoutCard) -> pb.LayoutCard:
+    return pb.LayoutCard(
+        model_fingerprint=c.model_fingerprint,
+        numerics_id=c.numerics_id,
+        dtype=c.dtype,
+        block_size=c.block_size,
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        tp_rank=c.tp_rank,
+        tp_size=c.tp_size,
+        version=c.version,
+    )
+
+
+def card_from_pb(m: pb.LayoutCard) -> LayoutCard:
+    return LayoutCard(
+        model_fingerprint=m.model_fingerprint,
+        numerics_id=m.numerics_id,
+        dtype=m.dtype,
+        block_size=m.block_size,
+        num_layers=m.num_layers,
+        num_kv_heads=m.num_kv_heads,
+        head_dim=m.head_dim,
+        tp_rank=m.tp_rank,
+        tp_size=m.tp_size,
+        version=m.version,
+    )
