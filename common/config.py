@@ -139,7 +139,11 @@ def _merge(into: dict[str, dict[str, Any]], section: str, field: str, value: Any
     known = SECTIONS[section].model_fields
     if field not in known:
         raise ConfigError(f"{origin}: unknown option {section}.{field}{nearest(field, known)}")
-    if isinstance(value, str) and get_args(known[field].annotation) and str(known[field].annotation).startswith("tuple"):
+    if (
+        isinstance(value, str)
+        and get_args(known[field].annotation)
+        and str(known[field].annotation).startswith("tuple")
+    ):
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     into[section][field] = value
 

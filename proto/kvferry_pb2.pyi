@@ -205,18 +205,24 @@ class ReleaseLease(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillReply(_message.Message):
-    __slots__ = ("accepted", "filled", "computed", "released", "error")
+    __slots__ = ("accepted", "filled", "computed", "released", "error", "renewed")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
     accepted: PrefillAccepted
     filled: BlocksFilled
     computed: PrefillComputed
     released: LeaseReleased
     error: ErrorDetail
-    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., filled: _Optional[_Union[BlocksFilled, _Mapping]] = ..., computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ...) -> None: ...
+    renewed: LeaseRenewed
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., filled: _Optional[_Union[BlocksFilled, _Mapping]] = ..., computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ..., renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ...) -> None: ...
+
+class LeaseRenewed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PrefillAccepted(_message.Message):
     __slots__ = ("lease_id", "instance_id", "num_blocks")

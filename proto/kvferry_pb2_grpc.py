@@ -111,7 +111,7 @@ class PrefillStub:
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
     reader: start, renew*, release
-    owner:  accepted, filled*, computed, released   (or one error, which ends the stream)
+    owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """
 
     def __init__(self, channel):
@@ -132,7 +132,7 @@ class PrefillServicer:
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
     reader: start, renew*, release
-    owner:  accepted, filled*, computed, released   (or one error, which ends the stream)
+    owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """
 
     def Run(self, request_iterator, context):
@@ -162,7 +162,7 @@ class Prefill:
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
     reader: start, renew*, release
-    owner:  accepted, filled*, computed, released   (or one error, which ends the stream)
+    owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """
 
     @staticmethod

@@ -17,21 +17,30 @@ class PrefixIndex(Protocol):
     Every method is safe to call concurrently and raises `IndexUnavailable` when the store does not answer in time.
     """
 
-    async def announce(self, record: NodeRecord, ttl_s: float) -> None:
+    async def announce(self, record: NodeRecord, ttl_s: float) -> bool:
         """Registers the node or renews it with a fresh load; it is gone `ttl_s` seconds after the last call.
+
+        True when the store did not know the instance (its first call, or it was gone, or the store was flushed): it
+        then knows no block of it, and the caller stores all its blocks again. A caller that missed an update because
+        `store` or `remove` failed gets the same by calling `withdraw` before the next announce.
 
         Announcing a new instance of the same `node_id` removes the older instance at once. Only a different
         `instance_id` counts as new; an older instance that announces again after that is refused with `Unavailable`.
         """
+        ...
 
     async def withdraw(self, instance_id: str) -> None:
         """Removes the node and makes everything it stored unreachable. Idempotent."""
 
     async def nodes(self) -> list[NodeRecord]:
         """All live nodes, ordered by node id."""
+        ...
 
     async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
-        """The node now holds these blocks. Idempotent. Unknown or dead instances are ignored."""
+        """The node now holds these blocks. Idempotent. Unknown or dead instances are ignored.
+
+        An entry may expire an hour after it was last stored: a node stores again what it still holds and uses.
+        """
 
     async def remove(self, instance_id: str, names: Sequence[bytes]) -> None:
         """The node dropped these blocks. Idempotent; names it never stored are skipped."""
@@ -41,6 +50,7 @@ class PrefixIndex(Protocol):
 
         One round trip, whatever `len(names)`. A node's holdings are closed under prefix.
         """
+        ...
 
     async def aclose(self) -> None:
         """Closes connections. A second call does nothing."""

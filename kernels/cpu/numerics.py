@@ -1,0 +1,58 @@
+"""A short name for the bits that this machine's CPU kernels compute.
+
+The name binds what is known to matter (instruction set, dense kernel, attention tile, torch), and a digest of what the
+kernels really return for fixed input: libraries choose code paths by processor model, caches and environment variables,
+and no list of those would be complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+import torch
+
+from kvferry.kernels import reference
+from kvferry.kernels.cpu import attention
+from kvferry.kernels.cpu.dense import PackedLinear, dense_kernel
+
+
+@cache
+def numerics_id(dtype: torch.dtype) -> str:
+    """Equal in every process on one machine, whatever the number of threads."""
+    parts = (
+        "cpu",
+        torch.backends.cpu.get_cpu_capability().lower(),
+        str(dtype).removeprefix("torch."),
+        dense_kernel().name,
+        f"tile{reference.KV_TILE}",
+        f"torch{torch.__version__}",
+        _probe(dtype),
+    )
+    return "-".join(parts)
+
+
+def _fixed(seed: int, *shape: int) -> torch.Tensor:
+    """Numbers in [-1, 1) from integer arithmetic alone: the same on every machine."""
+    index = np.arange(np.prod(shape), dtype=np.uint64) * np.uint64(2654435761) + np.uint64(seed * 40503)
+    return torch.from_numpy(((index >> np.uint64(7)) % np.uint64(65536)).astype(np.float32) / 32768 - 1).view(shape)
+
+
+@torch.inference_mode()
+def _probe(dtype: torch.dtype) -> str:
+    """A digest of the ops' results on fixed input of odd sizes."""
+    x = _fixed(1, 37, 2100).to(dtype)
+    query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(dtype)
+    plan = attention.plan_attention(pool, torch.arange(16).view(2, 8), (0, 37, 38), (60, 100))
+    results = (
+        PackedLinear(_fixed(4, 130, 2100))(x),
+        attention.paged_attention(query, pool, 0, plan, 0.125),
+        reference.rms_norm(x, x[0], 1e-5),
+        reference.silu_and_mul(x),
+        torch.log_softmax(x.float() * 5, dim=-1),
+    )
+    digest = hashlib.blake2b(digest_size=4)
+    for result in results:
+        digest.update(result.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,139 @@
+"""The specification of every op, in plain torch: short, obvious, slow where it must be.
+
+A faster kernel lies beside this file and is tested against it, bit for bit where promise 1 asks for it. Knows nothing
+of requests, blocks' owners or models: tensors in, tensors out.
+
+A row's bits must depend on that row alone, never on its neighbours, its index or the number of threads. Of torch's
+CPU ops only some keep that (tests/kernels/test_invariance.py): `exp`, `softmax`, `log_softmax`, `rms_norm`, a sum over
+a short fixed width, `bmm` with a fixed number of keys and rows in multiples of `ROW_MULTIPLE`. `F.silu`, `sigmoid`,
+`F.linear`, SDPA and long sums do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+KV_TILE = 64
+"""Keys per attention tile. Every query walks its keys in these tiles from position 0: it fixes the order of sums."""
+
+ROW_MULTIPLE = 4
+"""Query rows of a `bmm` are padded to a multiple of this; fewer rows take another path in MKL, with other bits."""
+
+
+_NUM_BEST = 1024
+"""Tokens of a row that top-p looks at before it sorts the whole vocabulary."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`; spelled out, because `F.silu` has other bits in the tail of a buffer."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the two halves of each head (the "neox" pairing of the Llama family)."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def write_kv(
+    kv_cache: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    block_size = kv_cache.shape[4]
+    blocks, slots = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[blocks, layer, 0, :, slots] = key
+    kv_cache[blocks, layer, 1, :, slots] = value
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """One sequence after the other, one tile of keys after the other."""
+    out = torch.empty_like(query)
+    for i, context_len in enumerate(context_lens):
+        rows = slice(query_starts[i], query_starts[i + 1])
+        num_keys = context_len + rows.stop - rows.start
+        # [num_blocks, 2, num_kv_heads, block_size, head_dim] -> [2, num_kv_heads, positions, head_dim]
+        blocks = kv_cache[block_tables[i], layer].transpose(0, 2).transpose(0, 1).flatten(2, 3).float()
+        key, value = F.pad(blocks[:, :, :num_keys], (0, 0, 0, -num_keys % KV_TILE)).unbind()
+        out[rows] = _attend(query[rows].float(), key, value, context_len, scale).to(query.dtype)
+    return out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context_len: int, scale: float
+) -> torch.Tensor:
+    """`query` [n, num_heads, head_dim] at positions from `context_len` on; `key` and `value` are whole tiles.
+
+    The maximum over all keys is exact in any order; sums of weights and of weighted values are taken inside each tile
+    and then added tile by tile, so that a tile without a visible key adds zero.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, width = key.shape[:2]
+    rows = (query * scale).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
+    num_rows = rows.shape[1]
+    rows = F.pad(rows, (0, 0, 0, -num_rows % ROW_MULTIPLE))
+    position = context_len + torch.arange(rows.shape[1], device=query.device) // (num_heads // num_kv_heads)
+    hidden = torch.arange(width, device=query.device) > position[:, None]
+    scores = torch.bmm(rows, key.transpose(1, 2)).masked_fill_(hidden, -torch.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    total, out = torch.zeros_like(weights[..., :1]), torch.zeros_like(rows)
+    for start in range(0, width, KV_TILE):
+        tile = weights[..., start : start + KV_TILE].contiguous()
+        total += tile.sum(-1, keepdim=True)
+        out += torch.bmm(tile, value[:, start : start + KV_TILE])
+    out = (out / total)[:, :num_rows].view(num_kv_heads, num_tokens, -1, head_dim)
+    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim)
+
+
+def filter_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The least probability that stays is found among a row's best few, or in the whole row where they don't settle it.
+
+    Either way it is the same number, so a row's result does not depend on which of the two its neighbours needed.
+    """
+    best = probs.topk(min(_NUM_BEST, probs.shape[-1])).values
+    floor, settled = _least_kept(probs, best, top_k, top_p, min_p)
+    rest = (~settled).nonzero().flatten()
+    if len(rest):
+        ordered = probs[rest].sort(-1, descending=True).values
+        floor[rest], _ = _least_kept(probs[rest], ordered, top_k[rest], top_p[rest], min_p[rest])
+    return torch.where(probs >= floor, probs, 0)
+
+
+def _least_kept(
+    probs: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`best` [n, width]: the rows' largest probabilities, falling -> (floor [n, 1], whether `best` sufficed [n])."""
+    width = best.shape[-1]
+    kth = best.gather(1, top_k.clamp(1, width)[:, None] - 1)
+    floor = torch.where(top_k[:, None] > 0, kth, 0)
+    floor = torch.maximum(floor, best[:, :1] * min_p[:, None])
+    kept = torch.where(probs >= floor, probs, 0).cumsum(-1, dtype=torch.float64)[:, -1:]
+    mass = torch.where(best >= floor, best, 0).cumsum(-1, dtype=torch.float64)
+    # The first of the best at which the mass reaches top_p of what min-p and top-k left is the last one kept.
+    short = (mass < kept * top_p[:, None]).sum(-1)
+    nucleus = best.gather(1, short.clamp(max=width - 1)[:, None])
+    floor = torch.where(top_p[:, None] < 1, torch.maximum(floor, nucleus), floor)
+    return floor, (top_k <= width) & ((top_p >= 1) | (short < width))
+
+
+def draw_tokens(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse distribution function in token order; a token of probability 0 is never drawn."""
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    total = mass[:, -1:]
+    goal = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, goal, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)

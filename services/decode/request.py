@@ -1,0 +1,74 @@
+"""One submitted request on a decode node: its choices, where its first output's facts come from, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+
+from kvferry.common.errors import KvferryError
+from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, RequestTimes
+from kvferry.services.decode.remote_prefill import Received
+from kvferry.services.decode.session import GatewaySession
+from kvferry.services.engine.outputs import FirstToken, TokenOutput
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`open`: the choices that have not ended. `receiving`: the task that copies a peer's blocks for choice 0."""
+
+    spec: GenerateRequest
+    session: GatewaySession
+    open: set[int]
+    started_s: float = field(default_factory=time.monotonic)
+    siblings_submitted: bool = False
+    received: Received | None = None
+    prefilled_by: str = ""
+    receiving: asyncio.Task[None] | None = None
+
+    def key(self, index: int) -> str:
+        """Name of a choice's sequence in the engine, unique over sessions and attempts."""
+        return f"{self.session.number}/{self.spec.request_id}/{self.spec.attempt}/{index}"
+
+    def token_output(self, index: int, output: TokenOutput) -> RequestOutput:
+        logprobs = (output.logprobs,) if output.logprobs is not None and self.spec.sampling.logprobs is not None else ()
+        result = RequestOutput(
+            request_id=self.spec.request_id,
+            attempt=self.spec.attempt,
+            index=index,
+            token_ids=(output.token_id,),
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_token_id=output.stop_token_id,
+        )
+        return self._with_prompt_facts(result, output.first) if output.first else result
+
+    def error_output(self, error: KvferryError) -> RequestOutput:
+        """The one event that ends the whole request."""
+        return RequestOutput(
+            request_id=self.spec.request_id,
+            attempt=self.spec.attempt,
+            finish_reason=FinishReason.ERROR,
+            error_code=error.code,
+            error_message=error.message,
+            error_param=error.param or "",
+        )
+
+    def _with_prompt_facts(self, output: RequestOutput, first: FirstToken) -> RequestOutput:
+        """Adds what the first output of a choice tells: where its prompt's tokens came from and how long that took."""
+        remote = self.received if first.received_tokens else None
+        computed = first.computed_tokens + (remote.computed_tokens if remote else 0)
+        begun = first.received_s or first.admitted_s
+        times = RequestTimes(
+            queue_s=first.admitted_s - first.arrival_s + (remote.queue_s if remote else 0.0),
+            prefill_s=remote.prefill_s if remote else first.token_s - begun,
+            transfer_s=remote.transfer_s if remote else 0.0,
+            first_step_s=first.token_s - begun if remote else 0.0,
+        )
+        return replace(
+            output,
+            computed_tokens=computed,
+            cached_tokens=max(len(self.spec.prompt_token_ids) - computed, 0),
+            prefilled_by=self.prefilled_by if remote else "",
+            times=times,
+        )

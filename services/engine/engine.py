@@ -1,0 +1,279 @@
+"""The paged engine: a scheduler, a block pool and a runner under one mutex.
+
+Knows nothing of roles, requests, peers or the network. A sequence *enters* by `submit` (to be computed here) or with
+`receive` set (a peer's blocks are copied in first), and *leaves* by its last token, or, compute-only, by being held
+until somebody has taken its blocks and calls `close`.
+
+Threads: `step` is called by one thread, everything else by any. The mutex is held for bookkeeping only, never while
+the runner computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from kvferry.common.errors import Internal
+from kvferry.common.nodes import NodeLoad
+from kvferry.common.requests import FinishReason, TokenLogprobs
+from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.outputs import (
+    AdmittedOutput,
+    BlocksOutput,
+    FailedOutput,
+    FirstToken,
+    StepReport,
+    StepStats,
+    TokenOutput,
+)
+from kvferry.services.engine.sampler import SampledToken
+from kvferry.services.engine.scheduler import Schedule, Scheduled, Scheduler
+from kvferry.services.engine.sequence import Sequence as Seq
+from kvferry.services.engine.sequence import Status
+
+
+class Runner(Protocol):
+    """Computes one step. Implementations: `TorchRunner`; `FakeRunner` in the tests."""
+
+    def execute(self, rows: Sequence[Scheduled]) -> list[SampledToken]:
+        """One token for each row that samples, in row order. The rows' KV is in the pool afterwards."""
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        eos_token_ids: Iterable[int],
+        max_model_len: int,
+        on_report: Callable[[StepReport], None],
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.pool: BlockPool = scheduler.pool
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+        self.num_steps = 0
+        self.step_ms = 0.0
+        self.num_recomputed_tokens = 0
+        self._on_report = on_report
+        self._mutex = threading.Lock()
+        self._work = threading.Condition(self._mutex)
+        self._woken = False
+        self._sequences: dict[str, Seq] = {}
+        self._computing: frozenset[str] = frozenset()
+        self._closing: set[str] = set()
+        self._last_check_s = 0.0
+
+    # ---- any thread
+
+    def submit(self, seq: Seq) -> None:
+        """Queues a sequence. Raises PromptExceedsPool or Overloaded; then nothing was taken."""
+        with self._mutex:
+            assert seq.key not in self._sequences, f"sequence {seq.key} submitted twice"
+            self.scheduler.add(seq)
+            self._sequences[seq.key] = seq
+            step = Schedule()
+            self.scheduler.admit(step, budget=0)
+            self._wake()
+        if step.admitted:
+            self._on_report(StepReport(admitted=[_admitted(seq) for seq in step.admitted]))
+
+    def close(self, key: str) -> None:
+        """Ends a sequence at whatever stage and gives its blocks back, after the running step at the latest.
+
+        Idempotent; an unknown key is ignored. No output follows. A receiving sequence may only be closed when nothing
+        writes into its blocks any more.
+        """
+        with self._mutex:
+            if (seq := self._sequences.get(key)) is None:
+                return
+            if key in self._computing:
+                self._closing.add(key)
+                return
+            self._drop(seq)
+            self._wake()
+
+    def receive_ended(self, key: str, num_received_blocks: int) -> None:
+        """Nothing writes into this receiving sequence any more; its first blocks hold their KV, the rest is computed."""
+        with self._mutex:
+            if (seq := self._sequences.get(key)) is not None and seq.status is Status.RECEIVING:
+                seq.received_s = time.monotonic()
+                self.scheduler.receive_ended(seq, num_received_blocks)
+                self._wake()
+
+    def num_cached_tokens(self, seq: Seq) -> int:
+        """Leading tokens of a sequence, not submitted yet, that a cache hit would supply now."""
+        with self._mutex:
+            if not self.pool.enable_prefix_caching:
+                return 0
+            return len(self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks))) * seq.block_size
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        with self._mutex:
+            self.pool.pin(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        with self._mutex:
+            self.pool.unpin(block_ids)
+            self._wake()
+
+    def load(self) -> NodeLoad:
+        """A report of this instant; `num_leases` is the service's to fill in."""
+        with self._mutex:
+            sched = self.scheduler
+            return NodeLoad(
+                num_running=len(sched.running),
+                num_waiting=len(self._sequences) - len(sched.running),
+                num_waiting_tokens=sched.num_waiting_tokens,
+                num_blocks=self.pool.num_blocks,
+                accounts=self.pool.accounts(),
+                prefill_tokens_per_s=round(sched.times.prefill_tokens_per_s, 1),
+                step_ms=round(self.step_ms, 2),
+                num_steps=self.num_steps,
+            )
+
+    def held_names(self) -> list[bytes]:
+        with self._mutex:
+            return self.pool.held_names()
+
+    def check(self) -> None:
+        """Raises AssertionError where the block account does not balance."""
+        with self._mutex:
+            self.pool.check()
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Returns when something was submitted, closed or received, or after `timeout_s`."""
+        with self._work:
+            if not self._woken:
+                self._work.wait(timeout_s)
+
+    # ---- the engine's thread
+
+    def step(self) -> bool:
+        """Schedules, computes, books. False when there was nothing to compute."""
+        with self._mutex:
+            self._woken = False
+            schedule = self.scheduler.schedule()
+            self._computing = frozenset(row.sequence.key for row in schedule.rows)
+            if not schedule.rows:
+                self._check_when_idle()
+        started, sampled, failure = time.monotonic(), list[SampledToken](), None
+        if schedule.rows:
+            try:
+                sampled = self.runner.execute(schedule.rows)
+            except Exception as exc:  # the batch is lost, the engine is not
+                failure = Internal(f"the engine failed in a step: {type(exc).__name__}: {exc}")
+                failure.__cause__ = exc
+        with self._mutex:
+            report = self._book(schedule, sampled, failure, time.monotonic() - started)
+        if report:
+            self._on_report(report)
+        return bool(schedule.rows)
+
+    def _book(
+        self, schedule: Schedule, sampled: list[SampledToken], failure: Internal | None, took_s: float
+    ) -> StepReport:
+        self._computing = frozenset()
+        report = StepReport(
+            admitted=[_admitted(seq) for seq in schedule.admitted],
+            blocks=[_blocks(seq, complete=True) for seq in schedule.held],
+            stats=self._note_step(schedule, took_s),
+        )
+        tokens = iter(sampled)
+        for row in schedule.rows:
+            token = next(tokens) if row.samples and failure is None else None
+            if row.sequence.key in self._closing:
+                self._drop(row.sequence)
+            elif failure is not None:
+                self._drop(row.sequence)
+                report.failed.append(FailedOutput(row.sequence.key, failure))
+            else:
+                self.scheduler.computed(row)
+                self._book_row(row.sequence, token, report)
+        self._closing.clear()
+        changes = self.pool.take_changes()
+        report.changes.stored.extend(changes.stored)
+        report.changes.removed.extend(changes.removed)
+        return report
+
+    def _book_row(self, seq: Seq, token: SampledToken | None, report: StepReport) -> None:
+        if seq.sampling is None:
+            if complete := seq.num_uncomputed_tokens == 0:
+                self.scheduler.hold(seq)
+            report.blocks.append(_blocks(seq, complete))
+        elif token is not None:
+            seq.token_ids.append(token.token_id)
+            first = _first(seq) if seq.num_output_tokens == 1 else None
+            reason, stop = self._finish(seq, token.token_id)
+            logprobs = None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
+            report.tokens.append(TokenOutput(seq.key, token.token_id, logprobs, reason, stop, first))
+            if reason is not None:
+                self._drop(seq)
+
+    def _finish(self, seq: Seq, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params = seq.sampling
+        assert params is not None
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if seq.num_output_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _drop(self, seq: Seq) -> None:
+        self.num_recomputed_tokens += seq.num_recomputed_tokens
+        self.scheduler.drop(seq)
+        del self._sequences[seq.key]
+
+    def _note_step(self, schedule: Schedule, took_s: float) -> StepStats:
+        if not schedule.rows:
+            return StepStats()
+        num_prompt = schedule.num_prompt_tokens
+        num_decodes = schedule.num_tokens - num_prompt
+        self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3)
+        self.num_steps += 1
+        self.step_ms += 0.2 * (took_s * 1e3 - self.step_ms)
+        preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
+        return StepStats(num_prompt, num_decodes, preemptions, took_s)
+
+    def _wake(self) -> None:
+        self._woken = True
+        self._work.notify()
+
+    def _check_when_idle(self) -> None:
+        now = time.monotonic()
+        if not self._sequences and now - self._last_check_s > 1.0:
+            self._last_check_s = now
+            self.pool.check()
+
+
+def _admitted(seq: Seq) -> AdmittedOutput:
+    first = seq.num_named_blocks
+    return AdmittedOutput(seq.key, first, tuple(seq.block_table[first : seq.num_cacheable_blocks]))
+
+
+def _blocks(seq: Seq, complete: bool) -> BlocksOutput:
+    return BlocksOutput(
+        key=seq.key,
+        block_ids=tuple(seq.block_table[: seq.num_computed_tokens // seq.block_size]),
+        complete=complete,
+        cached_tokens=seq.num_cached_tokens,
+        arrival_s=seq.arrival_s,
+        admitted_s=seq.admitted_s,
+    )
+
+
+def _first(seq: Seq) -> FirstToken:
+    return FirstToken(
+        cached_tokens=seq.num_cached_tokens,
+        received_tokens=seq.num_received_tokens,
+        computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens - seq.num_received_tokens,
+        arrival_s=seq.arrival_s,
+        admitted_s=seq.admitted_s,
+        received_s=seq.received_s,
+        token_s=time.monotonic(),
+    )

@@ -1,0 +1,45 @@
+"""The thread that owns the engine, and the asyncio side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from kvferry.services.engine.engine import Engine
+
+log = logging.getLogger("kvferry.engine")
+
+
+class EngineLoop:
+    """Steps the engine in a thread of its own until stopped.
+
+    `on_failure` is called in the event loop when the engine itself breaks (an unbalanced account, a bug in booking):
+    its state can then not be trusted, and the process must end.
+    """
+
+    def __init__(self, engine: Engine, on_failure: Callable[[BaseException], None]) -> None:
+        self.engine = engine
+        self._on_failure = on_failure
+        self._loop = asyncio.get_running_loop()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Returns after the running step. A second call does nothing more."""
+        self._stopping = True
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.engine.step():
+                    self.engine.wait_for_work(0.5)
+        except BaseException as exc:
+            log.exception("the engine loop broke")
+            self._loop.call_soon_threadsafe(self._on_failure, exc)

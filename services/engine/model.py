@@ -1,0 +1,110 @@
+"""The Llama family as one readable forward pass over a batch and the paged pool.
+
+Knows nothing of requests, schedules or files: `loader.py` fills it from safetensors. Every op that touches activations
+comes from `kernels/ops.py`, whose promise (a row's bits depend on that row alone) is thereby the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvferry.kernels import ops
+from kvferry.services.engine.batch import Batch
+from kvferry.services.engine.model_config import ModelConfig, RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: torch.Tensor  # [hidden_size]
+    qkv: ops.Linear  # hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None  # [head_dim]
+    o: ops.Linear  # num_heads * head_dim -> hidden_size
+    mlp_norm: torch.Tensor  # [hidden_size]
+    gate_up: ops.Linear  # hidden_size -> 2 * intermediate_size
+    down: ops.Linear  # intermediate_size -> hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden_size]
+    head: ops.Linear  # hidden_size -> vocab_size
+
+
+class LlamaModel:
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._rope_table = rope_table(config.rope, config.head_dim, config.max_position_embeddings).to(self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Writes the batch's keys and values into the pool -> float32 logits [num_logit_rows, vocab_size].
+
+        `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` in the model's dtype.
+        """
+        cos, sin = self._rope_table[batch.positions].chunk(2, dim=-1)
+        plan = ops.plan_attention(kv_cache, batch.block_tables, batch.query_starts, batch.context_lens)
+        hidden = F.embedding(batch.token_ids, self.weights.embedding)  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self.weights.layers):
+            normed = ops.rms_norm(hidden, layer.attention_norm, self.config.rms_norm_eps)
+            query, key, value = self._project(layer, normed, cos, sin)
+            ops.write_kv(kv_cache, index, key, value, batch.slot_mapping)
+            attended = ops.paged_attention(query, kv_cache, index, plan, 1 / math.sqrt(self.config.head_dim))
+            hidden = hidden + layer.o(attended.flatten(1))
+            normed = ops.rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+            hidden = hidden + layer.down(ops.silu_and_mul(layer.gate_up(normed)))
+        return self._logits(hidden[batch.logit_rows])
+
+    def _project(
+        self, layer: LayerWeights, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, each [num_tokens, its heads, head_dim], normalised and rotated."""
+        config = self.config
+        heads = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        return ops.rotary_embedding(query, cos, sin), ops.rotary_embedding(key, cos, sin), value
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        return self.weights.head(ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)).float()
+
+
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+    """[num_positions, head_dim] float32: cosines in the first half, sines in the second.
+
+    Angles are rounded to float32 as in transformers. Computed by numpy, whose bits do not depend on threads.
+    """
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), _inverse_frequencies(rope, head_dim))
+    table = np.empty((num_positions, head_dim), np.float32)
+    for start in range(0, num_positions, 4096):  # float64 for a few rows at a time
+        piece = angles[start : start + 4096].astype(np.float64)
+        table[start : start + 4096] = np.concatenate((np.cos(piece), np.sin(piece)), axis=1)
+    return torch.from_numpy(table)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """[head_dim / 2] radians per position."""
+    frequency = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.type == "linear":
+        frequency = frequency / rope.factor
+    elif rope.type == "llama3":
+        # Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1, section 3.4.2).
+        waves = rope.original_max_position_embeddings * frequency / (2 * np.pi)  # waves within the old context
+        blend = (waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = np.clip(blend, 0, 1)
+        frequency = (1 - blend) * frequency / rope.factor + blend * frequency
+    return frequency.astype(np.float32)

@@ -1,0 +1,89 @@
+"""What an engine step tells the service around it. Snapshots: the sequences themselves stay with the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.common.errors import KvferryError
+from kvferry.common.requests import FinishReason, TokenLogprobs
+from kvferry.services.engine.block_pool import NameChanges
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """How a sequence came to its first token. Times are `time.monotonic` seconds."""
+
+    cached_tokens: int
+    received_tokens: int
+    computed_tokens: int
+    arrival_s: float
+    admitted_s: float
+    received_s: float  # 0.0 when nothing was received
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token of one sequence; with `finish_reason` the sequence is closed and its blocks are given back."""
+
+    key: str
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    first: FirstToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOutput:
+    """A compute-only sequence has its first `len(block_ids)` blocks complete.
+
+    `complete`: there will be no more; the sequence holds its blocks until it is closed.
+    """
+
+    key: str
+    block_ids: tuple[int, ...]
+    complete: bool
+    cached_tokens: int
+    arrival_s: float
+    admitted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedOutput:
+    """A receiving sequence owns blocks for its whole prompt: copy blocks `[first_block, ...)` into `block_ids`."""
+
+    key: str
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedOutput:
+    """The sequence is closed by a failure of the engine."""
+
+    key: str
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_preemptions: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    tokens: list[TokenOutput] = field(default_factory=list)
+    blocks: list[BlocksOutput] = field(default_factory=list)
+    admitted: list[AdmittedOutput] = field(default_factory=list)
+    failed: list[FailedOutput] = field(default_factory=list)
+    changes: NameChanges = field(default_factory=lambda: NameChanges([], []))
+    stats: StepStats = field(default_factory=StepStats)
+
+    def __bool__(self) -> bool:
+        c = self.changes
+        parts = (self.tokens, self.blocks, self.admitted, self.failed, c.stored, c.removed, self.stats.seconds)
+        return any(map(bool, parts))

@@ -1,0 +1,88 @@
+"""One sequence on its way through the engine. Plain Python, no tensors, no policy.
+
+Who owns which stretch of a sequence's tokens (half-open):
+
+    [0, num_cached_tokens)                    found in this pool's prefix cache at admission
+    [num_cached_tokens, num_computed_tokens)  received from a peer (`num_received_tokens` of them), then computed here
+    [num_computed_tokens, num_target_tokens)  still to compute
+
+and of its block table:
+
+    [0, num_named_blocks)                     full, named, immutable, maybe shared
+    [num_named_blocks, len(block_table))      private to this sequence
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from kvferry.common.hashing import block_names
+from kvferry.common.requests import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # queued, owns nothing (or, after a receive, all its prompt blocks)
+    RECEIVING = "receiving"  # owns blocks for its whole prompt; a peer's blocks are being copied into them
+    RUNNING = "running"
+    HELD = "held"  # compute-only and complete: keeps its blocks until closed
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`sampling` None: compute the KV of the tokens and stop there. `receive`: the prompt's blocks come from a peer.
+
+    A compute-only sequence has only whole blocks of tokens.
+    """
+
+    key: str
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    root: bytes
+    block_size: int
+    sampling: SamplingParams | None
+    index: int = 0
+    receive: bool = False
+
+    status: Status = Status.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_received_tokens: int = 0
+    num_named_blocks: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    arrival_s: float = field(default_factory=time.monotonic)
+    admitted_s: float = 0.0
+    received_s: float = 0.0
+    names: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_cacheable_blocks(self) -> int:
+        """Leading full blocks that a cache hit may supply; one that samples always recomputes its last token."""
+        return (self.num_tokens - (self.sampling is not None)) // self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def name_blocks(self, num_blocks: int) -> list[bytes]:
+        """Names of the first `num_blocks` blocks, which must be full of tokens."""
+        if (have := len(self.names)) < num_blocks:
+            span = self.token_ids[have * self.block_size : num_blocks * self.block_size]
+            parent = self.names[-1] if self.names else None
+            self.names.extend(block_names(self.root, span, self.block_size, parent))
+        return self.names[:num_blocks]

@@ -1,0 +1,202 @@
+"""From a well-formed request to a job for the nodes: model name, chat template, tokens, limits, seed.
+
+Everything a request can be refused for without asking a node is found here, before anything is spent on it. Long
+texts are rendered and tokenised off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.common.config import nearest
+from kvferry.common.errors import BadRequest, ContextTooLong, ModelNotFound, Unavailable
+from kvferry.common.requests import SamplingParams
+from kvferry.services.gateway.choice import TextParams
+from kvferry.services.gateway.messages import Prompt, parse_messages
+from kvferry.services.gateway.nodes import NodeTable
+from kvferry.services.gateway.openai import ChatRequest, CompletionRequest, Generation, TokenizeRequest
+from kvferry.services.gateway.tokenizer import Tokenizer
+
+LONG_TEXT_CHARS = 4000  # longer ones are worth a thread
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """One prompt as the nodes will see it."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request, ready for the nodes. Choice `s` of prompt `p` has index `p * n + s`."""
+
+    response_id: str
+    prompts: tuple[PromptJob, ...]
+    n: int
+    text: TextParams
+    cache_salt: str = ""
+    received_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+class Intake:
+    """Makes jobs. Methods raise BadRequest, ModelNotFound or Unavailable."""
+
+    def __init__(self, tokenizer: Tokenizer, table: NodeTable, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self._model = model
+
+    async def completion(self, body: CompletionRequest, response_id: str) -> Job:
+        received_at = time.monotonic()
+        self._check(body)
+        prompts = body.prompts()
+        limit = await self._limit()
+        ids = [await self._prompt_ids(prompt, limit, add_special_tokens=body.add_special_tokens) for prompt in prompts]
+        wanted = body.max_tokens or body.max_completion_tokens
+        return self._job(body, response_id, ids, limit, body.token_limit, wanted is not None, "prompt", received_at)
+
+    async def chat(self, body: ChatRequest, response_id: str) -> Job:
+        received_at = time.monotonic()
+        self._check(body)
+        messages = body.conversation()
+        limit = await self._limit()
+
+        def encode() -> list[int]:
+            text = self._tokenizer.render(
+                messages,
+                tools=body.tools or None,
+                add_generation_prompt=body.add_generation_prompt,
+                variables=body.template_variables,
+            )
+            self._check_chars(text, limit, "messages")
+            return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+        ids = await _off_loop(encode, _num_chars(messages))
+        wanted = body.token_limit
+        given = wanted is not None
+        return self._job(body, response_id, [ids], limit, wanted or limit, given, "messages", received_at)
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        self.check_model(body.model)
+        if body.prompt is not None:
+            return await self._encode(body.prompt, body.add_special_tokens is not False)
+        messages = parse_messages(body.messages or [])
+
+        def encode() -> list[int]:
+            text = self._tokenizer.render(
+                messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+            )
+            return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+        return await _off_loop(encode, _num_chars(messages))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            hint = nearest(name, [self._model])
+            raise ModelNotFound(f"model {name!r} does not exist{hint}: this cluster serves {self._model!r}", param="model")
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        size = self._tokenizer.vocab_size
+        if ids and not (0 <= min(ids) and max(ids) < size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise BadRequest(f"{param}: token id {wrong} is outside the vocabulary [0, {size})", param=param)
+
+    # ---- inside
+
+    def _check(self, body: Generation) -> None:
+        self.check_model(body.model)
+        self.check_ids([token_id for token_id, _ in body.bias()], "logit_bias")
+        self.check_ids(body.stop_token_ids, "stop_token_ids")
+
+    async def _limit(self) -> int:
+        if self._table.max_model_len is None:
+            await self._table.refresh()
+        limit = self._table.max_model_len
+        if limit is None:
+            raise Unavailable("no node is registered yet")
+        return limit
+
+    async def _prompt_ids(self, prompt: Prompt, limit: int, *, add_special_tokens: bool | None) -> list[int]:
+        if isinstance(prompt, list):
+            self.check_ids(prompt, "prompt")
+            return prompt
+        self._check_chars(prompt, limit, "prompt")
+        return await self._encode(prompt, add_special_tokens is not False)
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await _off_loop(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text))
+
+    def _check_chars(self, text: str, limit: int, param: str) -> None:
+        """A text that is too long whatever its tokens are is not worth tokenising."""
+        if len(text) > limit * self._tokenizer.max_token_chars:
+            raise ContextTooLong(
+                f"this model's maximum context length is {limit} tokens; the {param} of {len(text)} characters has more",
+                param=param,
+            )
+
+    def _job(
+        self,
+        body: Generation,
+        response_id: str,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        max_tokens: int,
+        is_given: bool,
+        param: str,
+        received_at: float,
+    ) -> Job:
+        return Job(
+            response_id=response_id,
+            prompts=tuple(
+                PromptJob(tuple(ids), _sampling(body, len(ids), limit, max_tokens, is_given, param)) for ids in prompts
+            ),
+            n=body.n,
+            text=TextParams(
+                stops=tuple(body.stop),
+                include_stop=body.include_stop_str_in_output,
+                min_tokens=body.min_tokens,
+                skip_special_tokens=body.skip_special_tokens,
+                stop_token_ids=tuple(body.stop_token_ids),
+                logprobs=body.num_logprobs,
+            ),
+            cache_salt=body.cache_salt,
+            received_at=received_at,
+        )
+
+
+def _sampling(
+    body: Generation, num_prompt: int, limit: int, max_tokens: int, is_given: bool, param: str
+) -> SamplingParams:
+    """Checks lengths. A `max_tokens` that the client gave must fit; our own default is cut to what is left."""
+    if num_prompt == 0:
+        raise BadRequest(f"{param}: the prompt has no tokens", param=param)
+    room = limit - num_prompt
+    if room < 1 or (is_given and max_tokens > room):
+        asked = f" and {max_tokens} of completion" if is_given else ""
+        raise ContextTooLong(
+            f"this model's maximum context length is {limit} tokens; "
+            f"the request has {num_prompt} tokens of prompt{asked}: shorten the {param} or the completion",
+            param=param if room < 1 else "max_tokens",
+        )
+    if body.min_tokens > (most := min(max_tokens, room)):
+        raise BadRequest(f"min_tokens must not exceed max_tokens ({most}), got {body.min_tokens}", param="min_tokens")
+    return body.sampling(max_tokens=most, seed=secrets.randbits(63) if body.seed is None else body.seed)
+
+
+def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+async def _off_loop(encode: Callable[[], list[int]], num_chars: int) -> list[int]:
+    return await asyncio.to_thread(encode) if num_chars > LONG_TEXT_CHARS else encode()

@@ -1,0 +1,126 @@
+"""Prompts, chat messages and tools as clients write them -> the plain form that the rest of the gateway uses.
+
+Written by hand where pydantic's unions would answer with a list of everything that might have been meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
+
+from kvferry.common.errors import BadRequest
+
+Prompt = str | list[int]
+
+_ROLES = ("developer", "system", "user", "assistant", "tool")
+
+
+def parse_prompts(prompt: object) -> list[Prompt]:
+    """A string, token ids, a list of strings or a list of token id lists -> one entry per prompt.
+
+    Whether the ids exist is the caller's to check. Raises BadRequest.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise BadRequest("prompt must be a string, a list of token ids, or a list of either", param="prompt")
+    if not prompt:
+        raise BadRequest("prompt must not be empty", param="prompt")
+    if _is_ids(prompt):
+        return [prompt]
+    if all(isinstance(item, str) for item in prompt):
+        return prompt
+    if all(isinstance(item, list) for item in prompt):
+        for number, item in enumerate(prompt):
+            if not item or not _is_ids(item):
+                raise BadRequest(f"prompt[{number}] must be a non-empty list of token ids", param="prompt")
+        return prompt
+    raise BadRequest("prompt: all entries must be strings, or all token ids, or all lists of token ids", param="prompt")
+
+
+def _is_ids(items: Sequence[object]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def parse_messages(messages: Sequence[object]) -> list[dict[str, Any]]:
+    """Checks roles and contents and joins text parts. Raises BadRequest naming the message."""
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _message(message: object, at: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        _refuse(at, "must be an object with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        _refuse(f"{at}.role", f"must be one of {', '.join(_ROLES)}, got {role!r}")
+    tool_calls = message.get("tool_calls")
+    if tool_calls is not None and (role != "assistant" or not isinstance(tool_calls, list)):
+        _refuse(f"{at}.tool_calls", "must be a list, in an assistant message")
+    result: dict[str, Any] = {"role": role}
+    if message.get("content") is None:
+        if not (role == "assistant" and tool_calls):
+            _refuse(f"{at}.content", f"is required in a message of role {role}")
+        result["content"] = ""
+    else:
+        result["content"] = _content(message["content"], f"{at}.content")
+    for key in ("name", "tool_call_id"):
+        if (value := message.get(key)) is not None:
+            if not isinstance(value, str):
+                _refuse(f"{at}.{key}", "must be a string")
+            result[key] = value
+    if tool_calls:
+        result["tool_calls"] = tool_calls
+    return result
+
+
+def _content(content: object, at: str) -> str:
+    """A string, or text parts joined to one: the same text gives the same prompt either way."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(at, "must be a string or a list of parts")
+    if not content:
+        _refuse(at, "must have at least one part")
+    return "".join(_part(part, f"{at}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: object, at: str) -> str:
+    if not isinstance(part, dict):
+        _refuse(at, "must be an object with type and text")
+    kind = part.get("type")
+    if kind != "text":
+        _refuse(at, f"of type {kind!r} is not supported: this model reads text")
+    text = part.get("text")
+    if not isinstance(text, str):
+        _refuse(f"{at}.text", "must be a string")
+    return text
+
+
+def check_tools(tools: Sequence[object], choice: str | Mapping[str, Any] | None) -> None:
+    """Raises BadRequest on tools that are malformed or contradict `tool_choice`, and on any that would be called."""
+    names = [_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        _refuse("tool_choice", f"must be none, auto, required or a function, got {choice!r}")
+    if choice not in (None, "none") and not names:
+        _refuse("tool_choice", "needs tools")
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        named = function.get("name") if isinstance(function, Mapping) else None
+        if choice.get("type") != "function" or not isinstance(named, str):
+            _refuse("tool_choice", 'must look like {"type": "function", "function": {"name": …}}')
+        if named not in names:
+            _refuse("tool_choice", f"names {named!r}, which is not in tools")
+    if names and choice != "none":
+        _refuse("tools", 'with tool_choice other than "none" is not supported')
+
+
+def _tool_name(tool: object, at: str) -> str:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        _refuse(at, 'must look like {"type": "function", "function": {"name": …}}')
+    return name
+
+
+def _refuse(at: str, why: str) -> Never:
+    raise BadRequest(f"{at} {why}", param=at)

@@ -1,0 +1,180 @@
+"""Which nodes there are, what they hold, and what this gateway has on them: everything the router is told.
+
+All of it comes from the index, which may be slow, gone or emptied at any time. Then the last known nodes stay, and
+prompts are matched against nothing, so that requests go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvferry.common.errors import IndexUnavailable
+from kvferry.common.hashing import block_names, root_name
+from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
+from kvferry.services.gateway.metrics import GatewayMetrics
+from kvferry.services.gateway.router import InFlight, Plan
+from kvferry.services.index.base import PrefixIndex
+
+log = logging.getLogger("kvferry.gateway")
+
+POLL_S = 1.0
+MIN_REFRESH_S = 0.1
+INDEX_PAUSE_S = 1.0  # no lookups for so long after one failed
+EMPTY_GRACE_S = 5.0  # an index that suddenly knows nobody was flushed, more likely than that everyone left
+MAX_NAMINGS = 4
+LONG_PROMPT_TOKENS = 4096  # longer ones are hashed off the event loop
+
+
+class NodeTable:
+    """The nodes that serve our model, fresh to about a second. `refresh` is safe to call from anywhere."""
+
+    def __init__(self, index: PrefixIndex, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.nodes: tuple[NodeRecord, ...] = ()
+        self.strangers: tuple[NodeRecord, ...] = ()  # nodes that serve another model
+        self.index_ok = False
+        self._index = index
+        self._model = model
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._refreshed_at = float("-inf")
+        self._seen_at = float("-inf")
+
+    async def poll(self) -> None:
+        """Keeps the table fresh until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(POLL_S)
+
+    async def refresh(self) -> None:
+        """Asks the index now, unless somebody just did. Never raises: the last known nodes stay."""
+        async with self._lock:
+            if self._clock() - self._refreshed_at < MIN_REFRESH_S:
+                return
+            try:
+                records = await self._index.nodes()
+            except IndexUnavailable as exc:
+                if self.index_ok:
+                    log.warning("index unavailable, going on with the %d nodes last seen: %s", len(self.nodes), exc)
+                self.index_ok = False
+            else:
+                self.index_ok = True
+                self._take(records)
+            self._refreshed_at = self._clock()
+
+    def _take(self, records: Sequence[NodeRecord]) -> None:
+        now = self._clock()
+        if records:
+            self._seen_at = now
+        elif self.nodes and now - self._seen_at < EMPTY_GRACE_S:
+            return
+        self.nodes = tuple(record for record in records if record.model == self._model)
+        strangers = tuple(record for record in records if record.model != self._model)
+        for new in {r.instance_id for r in strangers} - {r.instance_id for r in self.strangers}:
+            record = next(r for r in strangers if r.instance_id == new)
+            log.warning("node %s serves model %r, not %r: not used", record.node_id, record.model, self._model)
+        self.strangers = strangers
+
+    @property
+    def ready_decode(self) -> list[NodeRecord]:
+        return [n for n in self.nodes if n.role is not Role.PREFILL and n.state is NodeState.READY]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context that every node can take; None while there is no node."""
+        return min((node.max_model_len for node in self.nodes), default=None)
+
+    def cards(self) -> list[LayoutCard]:
+        """One card per way of naming blocks."""
+        cards = {(n.card.model_fingerprint, n.card.numerics_id, n.card.block_size): n.card for n in self.nodes}
+        return list(cards.values())[:MAX_NAMINGS]
+
+
+class PrefixLookup:
+    """Prompt -> who holds how much of it, within a deadline. A failing index is left alone for a moment."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        timeout_s: float,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._clock = clock
+        self._paused_until = float("-inf")
+
+    async def match(self, token_ids: Sequence[int], cache_salt: str, cards: Sequence[LayoutCard]) -> dict[str, int]:
+        """Instance id -> leading blocks. Empty when the index does not answer in time. Never raises."""
+        if self._clock() < self._paused_until:
+            return {}
+        matches: dict[str, int] = {}
+        try:
+            for card in cards:
+                names = await _names(token_ids, cache_salt, card)
+                if names:
+                    async with asyncio.timeout(self._timeout_s):
+                        matches |= await self._index.match(names)
+        except (IndexUnavailable, TimeoutError) as exc:
+            self._metrics.index_failures.inc()
+            self._paused_until = self._clock() + INDEX_PAUSE_S
+            log.warning("prefix lookup failed, routing by load alone: %s", str(exc) or "timeout")
+            return {}
+        self._metrics.index_lookups.inc()
+        return matches
+
+
+async def _names(token_ids: Sequence[int], cache_salt: str, card: LayoutCard) -> list[bytes]:
+    root = root_name(card.model_fingerprint, card.numerics_id, cache_salt)
+    if len(token_ids) > LONG_PROMPT_TOKENS:
+        return await asyncio.to_thread(block_names, root, token_ids, card.block_size)
+    return block_names(root, token_ids, card.block_size)
+
+
+class Ledger:
+    """What this gateway has on each node, counted from the moment of choice: the next choice sees it."""
+
+    def __init__(self) -> None:
+        self.in_flight: dict[str, InFlight] = {}
+
+    def open(self, plan: Plan, num_choices: int) -> LedgerEntry:
+        return LedgerEntry(self, plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.num_tokens)
+
+    def add(self, instance_id: str, num_requests: int, num_tokens: int) -> None:
+        old = self.in_flight.get(instance_id, InFlight())
+        new = InFlight(old.num_requests + num_requests, old.num_prompt_tokens + num_tokens)
+        if new == InFlight():
+            self.in_flight.pop(instance_id, None)
+        else:
+            self.in_flight[instance_id] = new
+
+
+class LedgerEntry:
+    """One submission's share. Both methods may be called again; later calls do nothing."""
+
+    __slots__ = ("_computer", "_decode", "_ledger", "_num_requests", "_num_tokens")
+
+    def __init__(self, ledger: Ledger, decode: str, computer: str, num_requests: int, num_tokens: int) -> None:
+        self._ledger = ledger
+        self._decode = decode
+        self._computer = computer
+        self._num_requests = num_requests
+        self._num_tokens = num_tokens
+        ledger.add(decode, num_requests, 0)
+        ledger.add(computer, 0, num_tokens)
+
+    def prompt_done(self) -> None:
+        """The first token is there."""
+        if self._num_tokens:
+            self._ledger.add(self._computer, 0, -self._num_tokens)
+            self._num_tokens = 0
+
+    def close(self) -> None:
+        self.prompt_done()
+        if self._num_requests:
+            self._ledger.add(self._decode, -self._num_requests, 0)
+            self._num_requests = 0

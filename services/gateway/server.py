@@ -1,0 +1,100 @@
+"""An ASGI app on a port: bind first, serve, drain on SIGTERM. Knows nothing of what the app does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvferry.common.errors import ConfigError
+from kvferry.services.gateway.respond import ABORT_EXTENSION
+
+log = logging.getLogger("kvferry.gateway")
+
+LISTEN_BACKLOG = 2048
+AFTER_DRAIN_S = 5.0  # for the last events to leave
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the address when it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}", param="host") from exc
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        hint = ": is the port in use?" if port else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}{hint}", param="port") from exc
+    listener.setblocking(False)
+    return listener
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets the app drop a connection at once, with what the client has not accepted."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[typeddict-unknown-key]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our own signals: it would end by raising SIGTERM once more, and exit non-zero."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def serve(
+    app: Any, listener: socket.socket, *, drain_s: float, on_drain: Callable[[], None], on_grace_over: Callable[[], None]
+) -> None:
+    """Serves until SIGTERM or SIGINT. Then: `on_drain`, no new connections, `drain_s` for what runs, `on_grace_over`.
+
+    A second signal ends the grace period at once.
+    """
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
+        backlog=LISTEN_BACKLOG,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    grace: list[asyncio.TimerHandle] = []
+
+    def stop() -> None:
+        if not server.should_exit:
+            log.info("draining: no new requests, up to %g s for those that run", drain_s)
+            on_drain()
+            grace.append(loop.call_later(drain_s, on_grace_over))
+            server.should_exit = True
+        else:
+            on_grace_over()
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stop)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for timer in grace:
+            timer.cancel()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(sig)

@@ -1,0 +1,262 @@
+"""One gRPC session per decode node, carrying every request between the two.
+
+A session starts on demand, proves that the node is the instance that was meant, and lives until the stream breaks or
+the node is gone. Whatever happens, each request on it gets its ending: finished outputs, or exactly one error output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvferry.common.errors import KvferryError, Unavailable
+from kvferry.common.nodes import NodeRecord
+from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.rpc.aio import open_channel
+from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
+from kvferry.services.rpc.errors import from_rpc_error
+
+log = logging.getLogger("kvferry.gateway")
+
+FAILURE_PAUSE_S = 1.0  # a node whose session failed is avoided for so long
+
+
+class Mailbox:
+    """Outputs for one HTTP request, from all its submissions. One reader.
+
+    Bounded by what was asked for: a node sends at most `max_tokens` tokens per choice. A reader that is slow finds
+    several outputs at once and can make one event of them; it never holds up a session.
+    """
+
+    __slots__ = ("_error", "_outputs", "_waiter")
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self._error: KvferryError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: KvferryError) -> None:
+        """The next `take` raises this."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[RequestOutput]:
+        """Everything that has come since the last call, at least one output. Cancelling it loses nothing."""
+        while not self._outputs and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Submission:
+    """One attempt of one request on one session."""
+
+    __slots__ = ("_cancelled", "_mailbox", "_open", "_session", "request")
+
+    def __init__(self, session: Session, request: GenerateRequest, mailbox: Mailbox) -> None:
+        self.request = request
+        self._session = session
+        self._mailbox = mailbox
+        self._open = set(range(request.n))
+
+    def deliver(self, output: RequestOutput) -> bool:
+        """Passes an output on, unless its choice has ended. True when that was the last one."""
+        if output.error_code:
+            self._open.clear()
+            self._mailbox.put(output)
+        elif output.index in self._open:
+            if output.finish_reason is not None:
+                self._open.discard(output.index)
+            self._mailbox.put(output)
+        return not self._open
+
+    def cancel(self, index: int | None = None) -> None:
+        """Ends one choice, or all that are left; nothing more of them is delivered. Safe to call at any time."""
+        if index is None:
+            self._open.clear()
+            self._session.cancel(self, ())
+        elif index in self._open:
+            self._open.discard(index)
+            self._session.cancel(self, (index,) if self._open else ())
+
+
+class Session:
+    """The stream to one instance of one decode node."""
+
+    def __init__(self, node: NodeRecord, timeout_s: float) -> None:
+        self.node = node
+        self.started_at = time.time()
+        self.is_connected = False
+        self._timeout_s = timeout_s
+        self._submissions: dict[str, Submission] = {}
+        self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._error: KvferryError | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._submissions)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._error is not None
+
+    def submit(self, request: GenerateRequest, mailbox: Mailbox) -> Submission:
+        """Sends the request, now or once connected. Its outputs, or one error, arrive in the mailbox."""
+        submission = Submission(self, request, mailbox)
+        if self._error is not None:
+            submission.deliver(_error_output(request, self._error))
+            return submission
+        self._submissions[request.request_id] = submission
+        self._outbox.put_nowait(pb.SessionRequest(submit=submit_to_pb(request)))
+        return submission
+
+    def cancel(self, submission: Submission, indexes: Iterable[int]) -> None:
+        """Tells the node that nobody waits for these choices; none named: for the whole request, which is forgotten."""
+        request = submission.request
+        if self._submissions.get(request.request_id) is not submission:
+            return
+        message = pb.CancelRequest(request_id=request.request_id, attempt=request.attempt, indexes=indexes)
+        self._outbox.put_nowait(pb.SessionRequest(cancel=message))
+        if not message.indexes:
+            del self._submissions[request.request_id]
+
+    async def run(self) -> KvferryError:
+        """Carries requests until the stream ends or this is cancelled; returns why. Ends every request on it."""
+        who = f"decode node {self.node.node_id}"
+        error: KvferryError = Unavailable(f"{who}: the gateway closed the session")
+        try:
+            async with open_channel(self.node.address) as channel:
+                error = await self._talk(pb_grpc.DecodeStub(channel).Session(), who)
+        except grpc.RpcError as exc:
+            lost = from_rpc_error(exc, who)
+            error = lost if isinstance(lost, Unavailable) else Unavailable(lost.message)
+        except TimeoutError:
+            error = Unavailable(f"{who}: no answer within {self._timeout_s:g} s")
+        except Exception as exc:  # a message that makes no sense; must not take the other sessions with it
+            log.exception("session with %s broke", self.node.node_id)
+            error = Unavailable(f"{who}: session broke: {exc}")
+        finally:
+            self._end(error)
+        return error
+
+    async def _talk(self, call: Any, who: str) -> KvferryError:
+        async with asyncio.timeout(self._timeout_s):
+            first = await call.read()
+        if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
+            return Unavailable(f"{who}: ended the session before it began")
+        if first.welcome.instance_id != self.node.instance_id:
+            return Unavailable(f"{who}: is another instance now ({first.welcome.instance_id})")
+        self.is_connected = True
+        log.info("session with %s (%s) open", self.node.node_id, self.node.instance_id)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                for output in reply.outputs.outputs:
+                    self._dispatch(output)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+        return Unavailable(f"{who}: ended the session")
+
+    async def _write(self, call: Any) -> None:
+        """A failed write ends the call, which the reader notices."""
+        while True:
+            await call.write(await self._outbox.get())
+
+    def _dispatch(self, message: pb.Output) -> None:
+        """Nobody waits for an unknown request, or for an older attempt of a known one: dropped."""
+        submission = self._submissions.get(message.request_id)
+        if submission is None or submission.request.attempt != message.attempt:
+            return
+        if submission.deliver(output_from_pb(message)):
+            del self._submissions[message.request_id]
+
+    def _end(self, error: KvferryError) -> None:
+        self._error = error
+        self.is_connected = False
+        submissions, self._submissions = list(self._submissions.values()), {}
+        for submission in submissions:
+            submission.deliver(_error_output(submission.request, error))
+
+
+class SessionPool:
+    """All sessions of this gateway. An async context manager: leaving it closes them."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.sessions: dict[str, Session] = {}
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group = asyncio.TaskGroup()
+        self._failed_at: dict[str, float] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await self._group.__aexit__(kind, exc, trace)
+
+    def submit(self, node: NodeRecord, request: GenerateRequest, mailbox: Mailbox) -> Submission:
+        """Never fails: a node that cannot be reached is an error output in the mailbox."""
+        session = self.sessions.get(node.instance_id)
+        if session is None or session.has_ended:
+            session = self.sessions[node.instance_id] = Session(node, self._timeout_s)
+            self._tasks[node.instance_id] = self._group.create_task(self._keep(session))
+        return session.submit(request, mailbox)
+
+    async def _keep(self, session: Session) -> None:
+        instance_id = session.node.instance_id
+        try:
+            error = await session.run()
+            self._failed_at[instance_id] = self._clock()
+            log.warning("session lost: %s", error.message)
+        finally:
+            if self.sessions.get(instance_id) is session:
+                del self.sessions[instance_id], self._tasks[instance_id]
+
+    def failing(self) -> frozenset[str]:
+        """Instances whose session failed a moment ago."""
+        now = self._clock()
+        self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < FAILURE_PAUSE_S}
+        return frozenset(self._failed_at)
+
+    def forget_all_but(self, live: Iterable[str]) -> None:
+        """Closes sessions with nodes that are gone, once nothing runs on them."""
+        for instance_id in self.sessions.keys() - set(live):
+            if not self.sessions[instance_id].num_requests:
+                self._tasks[instance_id].cancel()
+
+
+def _error_output(request: GenerateRequest, error: KvferryError) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        finish_reason=FinishReason.ERROR,
+        error_code=error.code,
+        error_message=error.message,
+        error_param=error.param or "",
+    )

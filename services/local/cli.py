@@ -1,0 +1,130 @@
+"""The `kvferry` command. Each subcommand imports what it runs only when it runs it: `version` needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import kvferry
+from kvferry.common.config import Config, load_config
+from kvferry.common.errors import KvferryError, StartupError
+from kvferry.common.models import ALIASES, resolve_model
+from kvferry.common.nodes import Role
+from kvferry.services.local.flags import Parser, add_config_flags, given_flags
+
+CONFIG_EXIT = 2
+"""Exit status of everything that the operator must mend; a supervisor does not restart it."""
+
+_WORKER_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
+_NODE_SECTIONS = ("cluster", "engine", "node")
+Run = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit status: 2 for what the operator must change, with one line on stderr."""
+    try:
+        args = _parser().parse_all(sys.argv[1:] if argv is None else argv)
+        run: Run = args.run
+        return run(args)
+    except StartupError as exc:
+        print(f"kvferry: {exc.message}", file=sys.stderr)
+        return CONFIG_EXIT
+    except ModuleNotFoundError as exc:
+        if exc.name not in _WORKER_PACKAGES:
+            raise
+        print(f"kvferry: this command needs {exc.name}: install kvferry[worker]", file=sys.stderr)
+        return CONFIG_EXIT
+    except KvferryError as exc:
+        print(f"kvferry: {exc.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="kvferry", description="LLM serving with prefill and decode on separate nodes.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Run, help_text: str, sections: Sequence[str] = ()) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        command.set_defaults(run=run, parser=command)
+        if sections:
+            add_config_flags(command, sections)
+        return command
+
+    add("up", _up, "run a whole cluster on this machine", ("local", "cluster", "gateway", "engine", "node"))
+    add("gateway", _gateway, "run the HTTP gateway", ("cluster", "gateway"))
+    add("prefill", _prefill, "run a prefill node", _NODE_SECTIONS)
+    add("decode", _decode, "run a decode node", _NODE_SECTIONS)
+    add("both", _both, "run a node that does prefill and decode", _NODE_SECTIONS)
+    chat = add("chat", _chat, "talk to a cluster in this terminal")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (default: %(default)s)")
+    chat.add_argument("--model", default=None, help="model (default: the first one the gateway offers)")
+    chat.add_argument("--system", default=None, help="system message (default: the model's own)")
+    chat.add_argument("--max-tokens", type=int, default=None, help="longest answer")
+    chat.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: the gateway's)")
+    model = add("model", _prepare, "manage models")
+    actions = model.add_subparsers(metavar="ACTION", required=True)
+    prepare = actions.add_parser("prepare", help="make a model ready to be served")
+    prepare.add_argument("model", nargs="?", default="smollm2-135m", help=f"{', '.join(ALIASES)} or a hub id")
+    prepare.add_argument("--force", action="store_true", help="convert again what is already there")
+    prepare.set_defaults(parser=prepare)
+    add("version", _version, "print the version")
+    return parser
+
+
+def _config(args: argparse.Namespace) -> Config:
+    return load_config(given_flags(args), file=args.config)
+
+
+def _up(args: argparse.Namespace) -> int:
+    from kvferry.services.local.up import main as up
+
+    return up(_config(args))
+
+
+def _gateway(args: argparse.Namespace) -> int:
+    from kvferry.services.gateway.app import main as gateway
+
+    return gateway(_config(args))
+
+
+def _prefill(args: argparse.Namespace) -> int:
+    from kvferry.services.prefill.service import main as prefill
+
+    return prefill(_config(args))
+
+
+def _decode(args: argparse.Namespace) -> int:
+    from kvferry.services.decode.service import main as decode
+
+    return decode(_config(args), Role.DECODE)
+
+
+def _both(args: argparse.Namespace) -> int:
+    from kvferry.services.decode.service import main as decode
+
+    return decode(_config(args), Role.BOTH)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from kvferry.services.local.chat import main as chat
+
+    return chat(args.url, args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from kvferry.services.local.prepare import prepare_model
+
+    print(prepare_model(args.model, force=args.force) if args.model in ALIASES else resolve_model(args.model))
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"kvferry {kvferry.__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What a local cluster consists of: programs, addresses, environments and priorities, made from the configuration."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry.common.config import Config
+from kvferry.common.cores import available_cores
+from kvferry.common.errors import ConfigError, IndexUnavailable
+from kvferry.common.nodes import Role
+from kvferry.services.index.open import open_index
+from kvferry.services.local.flags import config_environ
+from kvferry.services.local.redis_server import redis_command, redis_url
+from kvferry.services.local.supervisor import Program
+from kvferry.services.rpc.aio import open_channel
+
+CLI = (sys.executable, "-P", "-m", "kvferry.services.local.cli")
+PREFILL_NICENESS = 7
+"""Every node may use every core while the others are idle; when both want them, decode goes first."""
+
+READY_TIMEOUT_S = 1.0
+GRACE_S = 5.0
+
+
+def redis_program(binary: Path, folder: Path) -> Program:
+    async def is_ready() -> bool:
+        return await redis_problem(redis_url(folder), "kvferry", READY_TIMEOUT_S) is None
+
+    return Program("redis", tuple(redis_command(binary, folder)), is_ready, grace_s=GRACE_S)
+
+
+async def redis_problem(url: str, namespace: str, timeout_s: float) -> str | None:
+    """What is wrong with the Redis at `url`; None: it answers."""
+    index = open_index(url, namespace, timeout_s=timeout_s)
+    try:
+        await index.nodes()
+    except IndexUnavailable as exc:
+        return exc.message
+    finally:
+        await index.aclose()
+    return None
+
+
+def node_programs(config: Config) -> list[Program]:
+    """Decode nodes first. Names and ports are chosen here and stay over restarts."""
+    local = config.local
+    roles = [Role.DECODE] * local.num_decode + [Role.BOTH] * local.num_both + [Role.PREFILL] * local.num_prefill
+    host, first_port, metrics_port = config.node.node_host, config.node.node_port, config.node.metrics_port
+    free = iter([] if first_port else free_ports(host, len(roles)))
+    programs = []
+    for i, role in enumerate(roles):
+        update = {
+            "node_id": f"{role}-{roles[:i].count(role)}",
+            "node_port": first_port + i if first_port else next(free),
+            "metrics_port": metrics_port + i if metrics_port else 0,
+        }
+        programs.append(_node_program(config.model_copy(update={"node": config.node.model_copy(update=update)}), role))
+    return programs
+
+
+def _node_program(config: Config, role: Role) -> Program:
+    node, cores = config.node, str(config.engine.num_threads or available_cores())
+    environ = config_environ(config) | {
+        "OMP_NUM_THREADS": cores,
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from the other nodes
+        "PYTHONUNBUFFERED": "1",
+    }
+    return Program(
+        name=str(node.node_id),
+        command=(*CLI, str(role)),
+        is_ready=_serving(join(node.node_host, node.node_port)),
+        environ=environ,
+        niceness=PREFILL_NICENESS if role is Role.PREFILL else 0,
+        grace_s=node.drain_s + GRACE_S,
+    )
+
+
+def gateway_program(config: Config) -> Program:
+    url = f"{gateway_url(config)}/ready"
+
+    async def is_ready() -> bool:
+        try:
+            async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False) as client:
+                return (await client.get(url)).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    environ = config_environ(config) | {"PYTHONUNBUFFERED": "1"}
+    return Program("gateway", (*CLI, "gateway"), is_ready, environ, grace_s=config.node.drain_s + GRACE_S)
+
+
+def gateway_url(config: Config) -> str:
+    """Where this machine reaches the gateway: an address to listen on is not always one to connect to."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.gateway.host, config.gateway.host)
+    return f"http://{join(host, config.gateway.port)}"
+
+
+def _serving(address: str) -> Callable[[], Awaitable[bool]]:
+    async def is_ready() -> bool:
+        # A new channel each time: an old one would wait longer and longer before it tries again.
+        async with open_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=READY_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return is_ready
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def free_ports(host: str, num: int) -> list[int]:
+    """Ports that nobody listened on a moment ago, all different. Raises ConfigError when `host` is not ours."""
+    sockets = [_bind(host, 0, "--node-host") for _ in range(num)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def claim_gateway_port(config: Config) -> Config:
+    """The configuration with a port that can be listened on now. Raises ConfigError when the one asked for is taken."""
+    with _bind(config.gateway.host, config.gateway.port, "--port") as sock:
+        port = int(sock.getsockname()[1])
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
+
+
+def _bind(host: str, port: int, option: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else connections that just ended count as taken
+    try:
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {join(host, port)}: {exc.strerror} (choose another with {option})"
+        ) from exc
+    return sock

@@ -1,0 +1,118 @@
+"""Builds a node's engine from its configuration: model, pool memory, scheduler, runner. Blocks; run it in a thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kvferry
+from kvferry.common.config import Config, EngineConfig
+from kvferry.common.cores import available_cores
+from kvferry.common.errors import ConfigError
+from kvferry.common.models import resolve_model
+from kvferry.common.nodes import LayoutCard, Role
+from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.loader import load_model, model_fingerprint, numerics_id
+from kvferry.services.engine.model_config import ModelConfig
+from kvferry.services.engine.outputs import StepReport
+from kvferry.services.engine.runner import TorchRunner
+from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.transfer.segment import PoolSegment
+
+log = logging.getLogger("kvferry.node")
+
+CPU_KV_CACHE_BYTES = 512 * 2**20
+CPU_MAX_BATCHED_TOKENS = 256
+_DTYPE = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    engine: Engine
+    card: LayoutCard
+    segment: PoolSegment
+    model_config: ModelConfig
+    max_model_len: int
+
+
+def build_engine(config: Config, role: Role, instance_id: str, on_report: Callable[[StepReport], None]) -> BuiltEngine:
+    """Raises ModelLoadError or ConfigError with what to change."""
+    torch.set_num_threads(config.engine.num_threads or available_cores())
+    folder = resolve_model(config.cluster.model)
+    log.info("loading %s", folder)
+    device = torch.device("cpu")
+    model = load_model(folder, _DTYPE, device)
+    card = _card(folder, model.config, config.engine, device)
+    num_blocks = _num_blocks(config.engine, card)
+    max_model_len = _max_model_len(config.engine, model.config, num_blocks)
+    segment = _segment(config, instance_id, num_blocks, card.block_bytes)
+    kv_cache = torch.from_numpy(segment.buffer.reshape(-1)).view(_DTYPE)
+    kv_cache = kv_cache.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
+    eos = tuple(model.config.eos_token_ids)
+    limits = SchedulerLimits(
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens or CPU_MAX_BATCHED_TOKENS,
+        max_num_waiting=config.engine.max_num_waiting,
+        max_step_ms=config.engine.max_step_ms if role is Role.DECODE else None,
+    )
+    pool = BlockPool(num_blocks, config.engine.enable_prefix_caching)
+    engine = Engine(TorchRunner(model, kv_cache, eos), Scheduler(pool, limits), eos, max_model_len, on_report)
+    log.info(
+        "%d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
+        num_blocks,
+        card.block_size,
+        num_blocks * card.block_bytes / 2**20,
+        "shared" if segment.path else "private",
+        max_model_len,
+        torch.get_num_threads(),
+    )
+    return BuiltEngine(engine, card, segment, model.config, max_model_len)
+
+
+def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:
+    return LayoutCard(
+        model_fingerprint=model_fingerprint(folder, _DTYPE),
+        numerics_id=numerics_id(device, _DTYPE),
+        dtype=str(_DTYPE).removeprefix("torch."),
+        block_size=engine.block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        version=kvferry.__version__,
+    )
+
+
+def _num_blocks(engine: EngineConfig, card: LayoutCard) -> int:
+    if engine.num_blocks_override is not None:
+        return engine.num_blocks_override
+    memory = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
+    if memory < card.block_bytes:
+        raise ConfigError(f"kv_cache_memory {memory} is less than one block of {card.block_bytes} bytes")
+    return memory // card.block_bytes
+
+
+def _max_model_len(engine: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The context limit: the model's or the configured one, and never more than the pool holds."""
+    longest = model.max_position_embeddings
+    if engine.max_model_len is not None and engine.max_model_len > longest:
+        raise ConfigError(f"max_model_len {engine.max_model_len} exceeds the model's own limit of {longest}")
+    wanted = engine.max_model_len or longest
+    if (fits := num_blocks * engine.block_size) < wanted:
+        log.warning("context limited to %d tokens: the KV pool holds no more (wanted %d)", fits, wanted)
+    return min(wanted, fits)
+
+
+def _segment(config: Config, instance_id: str, num_blocks: int, block_bytes: int) -> PoolSegment:
+    """Shared memory where it is offered and there is room; else private memory, and the next transport serves."""
+    PoolSegment.sweep(config.node.shm_dir)
+    if "shm" in config.node.transports:
+        try:
+            return PoolSegment.create(config.node.shm_dir, instance_id, num_blocks, block_bytes)
+        except ConfigError as exc:
+            log.warning("transport shm is off: %s", exc.message)
+    return PoolSegment.anonymous(num_blocks, block_bytes)

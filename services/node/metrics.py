@@ -1,0 +1,89 @@
+"""What a node counts. Names follow vLLM's with our prefix; gauges are read from the engine when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.common.nodes import NodeLoad
+from kvferry.services.engine.outputs import StepReport
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class _LoadCollector(Collector):
+    def __init__(self, load: Callable[[], NodeLoad]) -> None:
+        self._load = load
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        load = self._load()
+        a = load.accounts
+        for name, text, value in (
+            ("kvferry:num_requests_running", "Sequences in the running batch.", load.num_running),
+            ("kvferry:num_requests_waiting", "Sequences that are not running yet.", load.num_waiting),
+            (
+                "kvferry:kv_cache_usage_perc",
+                "Share of blocks not available at once.",
+                1 - a.available / load.num_blocks,
+            ),
+            ("kvferry:kv_blocks_total", "Blocks in the pool.", load.num_blocks),
+            ("kvferry:kv_blocks_accounted", "Sum of all accounts; always the pool.", a.total),
+            ("kvferry:leases_open", "Leases that peers hold on blocks here.", load.num_leases),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        blocks = GaugeMetricFamily("kvferry:kv_blocks", "Blocks by account.", labels=["account"])
+        for account in ("free", "cached", "sequence", "lease", "incoming"):
+            blocks.add_metric([account], getattr(a, account))
+        yield blocks
+
+
+class NodeMetrics:
+    def __init__(self, load: Callable[[], NodeLoad]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_LoadCollector(load))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvferry:{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"kvferry:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        self.generation_tokens = counter("generation_tokens", "Tokens produced.")
+        self.prompt_tokens = counter(
+            "prompt_tokens_by_source", "Prompt tokens: computed here, found in the cache here, received.", "source"
+        )
+        self.preemptions = counter("num_preemptions", "Sequences that gave their blocks back to run again later.")
+        self.requests = counter(
+            "request_success", "Requests that left this node, by how they ended.", "finished_reason"
+        )
+        self.local_fallbacks = counter(
+            "prefill_fallback",
+            "Prompts computed on the decode node though they were to be prefilled elsewhere.",
+            "cause",
+        )
+        self.transfer_bytes = counter("transfer_bytes", "Bytes pulled from peers.", "transport")
+        self.transfer_blocks = counter("transfer_blocks", "Blocks pulled from peers.", "transport")
+        self.transfer_failures = counter("transfer_failures", "Receives that did not complete, by error code.", "cause")
+        self.leases_expired = counter("leases_expired", "Leases that ran out without being renewed.")
+        self.step_tokens = histogram(
+            "iteration_tokens_total", "Tokens per engine step.", (1, 4, 16, 64, 256, 1024, 4096)
+        )
+        self.step_seconds = histogram("engine_step_seconds", "Seconds per engine step.", _SECONDS)
+        self.transfer_seconds = histogram("transfer_seconds", "Seconds per pull.", _SECONDS, "transport")
+        self.cancel_to_free = histogram("cancel_to_free_seconds", "From a cancel to its blocks given back.", _SECONDS)
+
+    def note_step(self, report: StepReport) -> None:
+        stats = report.stats
+        if stats.seconds:
+            self.step_tokens.observe(stats.num_prompt_tokens + stats.num_decode_tokens)
+            self.step_seconds.observe(stats.seconds)
+        if stats.num_preemptions:
+            self.preemptions.inc(stats.num_preemptions)
+        if report.tokens:
+            self.generation_tokens.inc(len(report.tokens))

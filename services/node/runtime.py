@@ -1,0 +1,227 @@
+"""The life of an engine node: listen, load, register, serve, drain, leave. Prefill and decode nodes share all of it.
+
+The port is open from the first moment (alive); health says SERVING only once the model is loaded and the index knows
+the node (ready). A lost index is retried for ever, and the node goes on serving those that know it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from prometheus_client import start_http_server
+
+from kvferry.common.config import Config
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.log import setup_logging
+from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.engine.loop import EngineLoop
+from kvferry.services.engine.outputs import StepReport
+from kvferry.services.index.open import open_index
+from kvferry.services.node.context import LoadedNode, NodeContext, NodeService
+from kvferry.services.node.engine_factory import build_engine
+from kvferry.services.node.membership import Membership
+from kvferry.services.node.metrics import NodeMetrics
+from kvferry.services.rpc.aio import Server
+from kvferry.services.rpc.errors import to_status
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.puller import Puller
+from kvferry.services.transfer.server import BlocksServicer
+
+log = logging.getLogger("kvferry.node")
+
+LEASE_CHECK_S = 0.25
+DRAIN_CHECK_S = 0.05
+
+
+def run_node(config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> int:
+    """Runs one node until SIGTERM or SIGINT and returns its exit code. Raises StartupError for the CLI to print."""
+    setup_logging(config.cluster.log_level, config.cluster.log_format)
+    return asyncio.run(_run(config, role, make_service))
+
+
+async def _run(config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> int:
+    return await NodeRuntime(config, role, make_service).run()
+
+
+class NodeRuntime(pb_grpc.NodeServicer):
+    def __init__(self, config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> None:
+        if config.cluster.redis_url is None:
+            raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
+        node_id = config.node.node_id or f"{role}-{config.node.node_port or secrets.token_hex(3)}"
+        self.config = config
+        self.context = NodeContext(config, role, node_id, secrets.token_hex(8))
+        self.service = make_service(self.context)
+        self.blocks = BlocksServicer(self.context.instance_id)
+        index = open_index(config.cluster.redis_url, config.cluster.namespace)
+        self.membership = Membership(index, config.node.heartbeat_s, config.node.node_ttl_s)
+        self.address = self.metrics_address = ""
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def run(self) -> int:
+        """Returns 0 after a drain, 1 when the node had to end by itself."""
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(sig, self._stop.set)
+        node = self.config.node
+        server = Server(
+            self._add_servicers, tuple(f"kvferry.v1.{n}" for n in (self.service.service_name, "Blocks", "Node"))
+        )
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(server.stop, 0.0)
+            port = await server.start(node.node_host, node.node_port)
+            self.address = f"{node.advertise_host or node.node_host}:{port}"
+            await self._load(stack)
+            tasks = [
+                asyncio.create_task(work, name=name)
+                for name, work in (
+                    ("renew", self.membership.renew(self.record, self._held_names)),
+                    ("publish", self.membership.publish_forever(self.context.instance_id)),
+                    ("leases", self._expire_leases()),
+                )
+            ]
+            for task in tasks:
+                task.add_done_callback(self._background_ended)
+            await _first(self.membership.registered.wait(), self._stop.wait())
+            if not self._stop.is_set():
+                await server.set_serving(True)
+                log.info("%s ready on %s, instance %s", self.context.node_id, self.address, self.context.instance_id)
+            await self._stop.wait()
+            await server.set_serving(False)
+            await self._drain()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.membership.leave(self.context.instance_id)
+            await self.service.aclose()
+            await server.stop(1.0)
+        if self._failure is not None:
+            log.error("%s ends: %s", self.context.node_id, self._failure)
+        return int(self._failure is not None)
+
+    def record(self) -> NodeRecord:
+        """This node as the cluster sees it, with its load of this instant."""
+        loaded = self.context.require_loaded()
+        return NodeRecord(
+            instance_id=self.context.instance_id,
+            node_id=self.context.node_id,
+            role=self.context.role,
+            address=self.address,
+            model=self.config.served_model,
+            card=loaded.card,
+            max_model_len=loaded.max_model_len,
+            metrics_address=self.metrics_address,
+            state=NodeState.DRAINING if self.context.draining else NodeState.READY,
+            load=self._node_load(),
+        )
+
+    async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.StatsReply:  # noqa: N802
+        try:
+            return pb.StatsReply(record_json=self.record().to_json())
+        except KvferryError as exc:
+            await context.abort(*to_status(exc))
+            raise
+
+    # ---- inside
+
+    def _add_servicers(self, server: grpc.aio.Server) -> None:
+        self.service.add_to(server)
+        pb_grpc.add_BlocksServicer_to_server(self.blocks, server)
+        pb_grpc.add_NodeServicer_to_server(self, server)
+
+    async def _load(self, stack: AsyncExitStack) -> None:
+        started = time.monotonic()
+        node, instance_id = self.config.node, self.context.instance_id
+        built = await asyncio.to_thread(
+            build_engine, self.config, self.context.role, instance_id, self._report_from_engine
+        )
+        stack.callback(built.segment.close)
+        leases = LeaseTable(built.engine.pin, built.engine.unpin, lease_s=node.lease_s)
+        self.blocks.serve(built.card, built.segment, leases, node.transports)
+        puller = Puller(built.card, instance_id, built.segment, node.transports)
+        metrics = NodeMetrics(self._node_load)
+        self.context.loaded = LoadedNode(
+            built.engine, built.card, built.model_config, built.max_model_len, leases, puller, metrics
+        )
+        engine_loop = EngineLoop(built.engine, self._fail)
+        engine_loop.start()
+        stack.push_async_callback(engine_loop.stop)
+        stack.push_async_callback(puller.aclose)
+        self._serve_metrics(stack, metrics)
+        log.info("model loaded in %.1f s", time.monotonic() - started)
+
+    def _serve_metrics(self, stack: AsyncExitStack, metrics: NodeMetrics) -> None:
+        node = self.config.node
+        try:
+            httpd, thread = start_http_server(node.metrics_port, node.node_host, metrics.registry)
+        except OSError as exc:
+            raise ConfigError(f"cannot serve metrics on {node.node_host}:{node.metrics_port}: {exc.strerror}") from exc
+        self.metrics_address = f"{node.advertise_host or node.node_host}:{httpd.server_port}"
+
+        def close() -> None:
+            httpd.shutdown()
+            httpd.server_close()
+            thread.join(5.0)
+
+        stack.callback(close)
+
+    def _node_load(self) -> NodeLoad:
+        loaded = self.context.require_loaded()
+        return replace(loaded.engine.load(), num_leases=loaded.leases.num_open)
+
+    def _held_names(self) -> list[bytes]:
+        return self.context.require_loaded().engine.held_names()
+
+    def _report_from_engine(self, report: StepReport) -> None:
+        self._loop.call_soon_threadsafe(self._on_report, report)
+
+    def _on_report(self, report: StepReport) -> None:
+        self.context.require_loaded().metrics.note_step(report)
+        self.membership.publish(report.changes)
+        self.service.on_report(report)
+
+    async def _expire_leases(self) -> None:
+        loaded = self.context.require_loaded()
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            for lease_id in loaded.leases.expire_due():
+                log.warning("lease %s expired: its reader did not renew it", lease_id[:8])
+                loaded.metrics.leases_expired.inc()
+                self.service.on_lease_expired(lease_id)
+
+    async def _drain(self) -> None:
+        self.context.draining = True
+        deadline = time.monotonic() + self.config.node.drain_s * (self._failure is None)
+        while self.service.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_CHECK_S)
+        if left := self.service.num_active:
+            log.warning(
+                "%d requests still run after %.0f s of draining: they end with an error", left, self.config.node.drain_s
+            )
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self._fail(exc)
+
+    def _fail(self, exc: BaseException) -> None:
+        self._failure = self._failure or exc
+        self._stop.set()
+
+
+async def _first(*waits: Any) -> None:
+    """Waits until one of the awaitables is done and cancels the others."""
+    tasks = [asyncio.ensure_future(w) for w in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,113 @@
+"""How blocks cross from the node that filled them (owner) to the node that will use them (reader).
+
+A block is *pulled* by its reader under a lease of its owner. It knows nothing of tokens, prompts or names: block ids
+of two pools, bytes, and leases. One block, seen from both sides; each arrow says who takes the step:
+
+      owner's pool                                         reader's pool
+
+      allocated                                            allocated, account *incoming*
+          │ engine computes it                                 ║
+       filled ── abort ─────────────► freed                    ║
+          │ LeaseTable.extend (pins)                           ║
+       offered ── release, stream broken ──► released          ║
+          │   └── deadline passed (expire_due) ──► released    ║
+          │                                                    ║
+          └───────────── Transport.pull copies ─────────────► pulled
+                                                               │  └── error, cancel ─► dropped (after the last write)
+       released ◄──────── "I have copied" ──────────────────── ┤
+          │ LeaseTable.release: valid throughout?              │
+          └───────────── yes ───────────────────────────────► confirmed
+                         no, no answer ─► dropped              │
+                                                            verified: the checksum of each block, checked in `pull`
+                                                               │        by transports that cross a machine
+                                                            adopted: it has a sequence, later a name
+                                                               │
+                                                            released to the cache or the free list
+
+- Only the reader writes its pool, and `Transport.pull` returns (or raises, or is cancelled) only when no more writes
+  can happen. So *dropped* frees the block at once: no write can come late.
+- A leased block is pinned, hence immutable: it is read without any lock of the engine.
+- An owner that is gone cannot answer "I have copied"; what was read from it is then dropped, however complete it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvferry.common.errors import BY_CODE, KvferryError, from_code
+from kvferry.services.rpc.errors import from_rpc_error
+
+
+@dataclass(frozen=True, slots=True)
+class ShmOffer:
+    """Where an owner's pool lies in shared memory. Who finds `nonce` there is on the same host."""
+
+    path: str
+    size_bytes: int
+    blocks_offset: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One running instance of a node, as its handshake described it."""
+
+    instance_id: str
+    address: str
+    num_blocks: int
+    offers: tuple[str, ...]  # transports, in the owner's order of preference
+    shm: ShmOffer | None
+    channel: grpc.aio.Channel
+
+    def __str__(self) -> str:
+        return f"node {self.instance_id} at {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    transport: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+
+
+class Transport(Protocol):
+    """One way to copy blocks of a peer into this node's own pool. `tests/transfer/conformance.py` checks any.
+
+    Safe to use concurrently from one event loop. Failures are `TransferFailed`, `LeaseExpired` or `Unavailable`;
+    any other exception counts as a failure of the transport, too.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self, source: Peer) -> None:
+        """Makes ready for pulls from `source`. Raises TransferFailed saying why this pair cannot. Idempotent."""
+
+    async def pull(
+        self, source: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
+    ) -> None:
+        """Copies block `src_block_ids[i]` of `source` to the own block `dst_block_ids[i]` (which are distinct).
+
+        Returns, raises or is cancelled only when no more writes can happen. After an error or a cancel the
+        destination blocks hold anything. Waits at most its timeout for a silent peer.
+        """
+
+    def drop(self, instance_id: str) -> None:
+        """Forgets what it keeps for this instance; pulls under way end by themselves. Idempotent."""
+
+    async def aclose(self) -> None:
+        """Frees everything. A second call does nothing."""
+
+
+def failure(error: grpc.RpcError, who: str) -> KvferryError:
+    """`from_rpc_error` for calls of grpc.aio, whose errors are no `grpc.Call`."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        code, _, message = (error.details() or "").partition(": ")
+        if code in BY_CODE:
+            return from_code(code, f"{who}: {message}")
+    return from_rpc_error(error, who)

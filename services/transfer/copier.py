@@ -1,0 +1,74 @@
+"""Copies in worker threads that never outlive the coroutine that waits for them. Knows nothing of peers or leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks = npt.NDArray[np.uint8]
+"""A pool's memory or a part of it: [num_blocks, block_bytes]."""
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 16 * 2**20
+"""Between pieces of this size a copy looks whether it was cancelled."""
+
+
+class Copier:
+    """A few threads for copies. The event loop stays free, and a cancelled copy has ended before its awaiter has."""
+
+    def __init__(self, name: str, num_threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvferry-{name}")
+
+    async def run(self, job: Callable[[threading.Event], T]) -> T:
+        """Runs `job(stop)` in a thread. On cancel sets `stop`, waits until the job has ended, then raises."""
+        stop = threading.Event()
+        future = self._pool.submit(job, stop)
+        ended = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            stop.set()
+            future.cancel()
+            while not ended.done():  # a second cancel must not cut the wait short
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ended])
+            raise
+
+    def close(self) -> None:
+        """Jobs under way run to their end; new ones are refused with RuntimeError."""
+        self._pool.shutdown(wait=False)
+
+
+def copy_blocks(
+    source: Blocks,
+    src_block_ids: Sequence[int],
+    dest: Blocks,
+    dst_block_ids: Sequence[int],
+    stop: threading.Event | None = None,
+) -> None:
+    """Copies rows of `source` to rows of `dest`, which must not overlap; ids must be in range.
+
+    One numpy call per run of adjacent destination blocks, so that a scattered copy, too, gives up the interpreter
+    lock once and not once per block (a busy thread takes up to 5 ms to give it back).
+    """
+    order = np.argsort(np.asarray(dst_block_ids, dtype=np.intp), kind="stable")
+    dst = np.asarray(dst_block_ids, dtype=np.intp)[order]
+    src = np.asarray(src_block_ids, dtype=np.intp)[order]
+    piece = max(1, _PIECE_BYTES // dest.shape[1])
+    borders = [0, *(np.flatnonzero(np.diff(dst) != 1) + 1).tolist(), len(dst)]
+    for run_start, run_stop in itertools.pairwise(borders):
+        for start in range(run_start, run_stop, piece):
+            if stop is not None and stop.is_set():
+                return
+            rows = src[start : min(start + piece, run_stop)]
+            out = dest[dst[start] : dst[start] + len(rows)]
+            np.take(source, rows, axis=0, out=out, mode="clip")  # any other mode copies through a buffer

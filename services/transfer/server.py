@@ -1,0 +1,103 @@
+"""gRPC service `Blocks`, owner's side: the handshake, and the bytes of leased blocks. Reads the pool without locks."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+
+from kvferry.common.errors import Internal, KvferryError, Unavailable
+from kvferry.common.nodes import LayoutCard
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.rpc.convert import card_from_pb, card_to_pb
+from kvferry.services.rpc.errors import to_status
+from kvferry.services.transfer.copier import Copier
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.segment import PoolSegment
+
+_RUN_BYTES = 2**20
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    card: LayoutCard
+    segment: PoolSegment
+    leases: LeaseTable
+    offers: tuple[str, ...]
+
+
+class BlocksServicer(pb_grpc.BlocksServicer):
+    """Answers from the start of its server on, with Unavailable until `serve` says what there is to serve."""
+
+    def __init__(self, instance_id: str) -> None:
+        self._instance_id = instance_id
+        self._served: _Served | None = None
+        self._copier = Copier("read")
+
+    def serve(self, card: LayoutCard, segment: PoolSegment, leases: LeaseTable, transports: Sequence[str]) -> None:
+        """`transports` are those allowed here, in order of preference; `shm` is offered only for a shared segment."""
+        offers = tuple(name for name in transports if name != "shm" or segment.path is not None)
+        self._served = _Served(card, segment, leases, offers)
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:  # noqa: N802
+        try:
+            served = self._require_served()
+            served.card.check_compatible(card_from_pb(request.card), f"reader {request.instance_id}")
+        except KvferryError as exc:
+            await _abort(context, exc)
+        segment = served.segment
+        reply = pb.HandshakeReply(
+            card=card_to_pb(served.card),
+            instance_id=self._instance_id,
+            num_blocks=segment.num_blocks,
+            transports=served.offers,
+        )
+        if segment.path is not None and "shm" in served.offers:
+            reply.shm.path = segment.path
+            reply.shm.size_bytes = segment.size_bytes
+            reply.shm.blocks_offset = segment.blocks_offset
+            reply.shm.nonce = segment.nonce
+        return reply
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.BlockData]:  # noqa: N802
+        """The lease is checked before and after each run is read: a run that was sent is of leased blocks only."""
+        try:
+            served = self._require_served()
+            block_ids = list(request.block_ids)
+            served.leases.check(request.lease_id, block_ids)
+            per_run = max(1, _RUN_BYTES // served.segment.block_bytes)
+            for start in range(0, len(block_ids), per_run):
+                run = block_ids[start : start + per_run]
+                served.leases.check(request.lease_id, run)
+                data = await self._copier.run(partial(_read_run, served.segment, run))
+                served.leases.check(request.lease_id, run)
+                yield data
+        except KvferryError as exc:
+            await _abort(context, exc)
+
+    def close(self) -> None:
+        """After its server has stopped. Idempotent."""
+        self._copier.close()
+
+    def _require_served(self) -> _Served:
+        if self._served is None:
+            raise Unavailable(f"{self._instance_id} is still loading")
+        return self._served
+
+
+def _read_run(segment: PoolSegment, block_ids: Sequence[int], _stop: threading.Event) -> pb.BlockData:
+    rows = [segment.buffer[block_id] for block_id in block_ids]
+    return pb.BlockData(data=b"".join(rows), crc32=[zlib.crc32(row) for row in rows])
+
+
+async def _abort(context: Context, error: KvferryError) -> NoReturn:
+    await context.abort(*to_status(error))
+    raise Internal("abort returned")

@@ -1,0 +1,57 @@
+"""Transport `shm`: owner and reader share a host, the reader copies straight out of the owner's pool file.
+
+No message is sent, so nothing here can notice that a lease has ended; the reader's release after the copy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvferry.common.errors import TransferFailed
+from kvferry.services.transfer.base import Peer
+from kvferry.services.transfer.copier import Copier, copy_blocks
+from kvferry.services.transfer.segment import PoolSegment
+
+
+class ShmTransport:
+    name = "shm"
+
+    def __init__(self, segment: PoolSegment) -> None:
+        self._own = segment
+        self._sources: dict[str, PoolSegment] = {}  # instance id -> its pool, mapped
+        self._copier = Copier("shm")
+
+    async def open(self, source: Peer) -> None:
+        self._attach(source)
+
+    async def pull(
+        self, source: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
+    ) -> None:
+        del lease_id
+        theirs = self._attach(source).buffer
+        if max(src_block_ids) >= len(theirs):
+            raise TransferFailed(f"{source} has {len(theirs)} blocks, asked for block {max(src_block_ids)}")
+        await self._copier.run(partial(copy_blocks, theirs, src_block_ids, self._own.buffer, dst_block_ids))
+
+    def drop(self, instance_id: str) -> None:
+        self._sources.pop(instance_id, None)  # unmapped when the last copy out of it has ended
+
+    async def aclose(self) -> None:
+        self._sources.clear()
+        self._copier.close()
+
+    def _attach(self, source: Peer) -> PoolSegment:
+        segment = self._sources.get(source.instance_id)
+        if segment is None:
+            if source.shm is None:
+                raise TransferFailed(f"{source} has no shared pool")
+            segment = PoolSegment.attach(
+                source.shm.path,
+                nonce=source.shm.nonce,
+                instance_id=source.instance_id,
+                num_blocks=source.num_blocks,
+                block_bytes=self._own.block_bytes,
+            )
+            self._sources[source.instance_id] = segment
+        return segment

@@ -1,0 +1,217 @@
+"""The real engine, scheduler and block pool through random interleavings of everything that may happen to them.
+
+After every step the account balances; at the end every sequence has produced exactly what a lone one would have.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.common.errors import Overloaded, PromptExceedsPool
+from kvferry.common.hashing import root_name
+from kvferry.common.requests import FinishReason, SamplingParams
+from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.outputs import AdmittedOutput, StepReport
+from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.sequence import Sequence
+from tests.engine.fake_runner import FakeRunner, generate
+
+BLOCK = 4
+POOL = 24
+ROOT = root_name("model", "numerics")
+PREFIXES = [[p * 10 + i % 7 for i in range(30)] for p in range(3)]
+
+
+@dataclass
+class Expected:
+    prompt: list[int]
+    params: SamplingParams | None
+    got: list[int] = field(default_factory=list)
+    ended: bool = False
+    offered: tuple[int, ...] = ()
+
+
+def make_engine(num_blocks: int = POOL, **limits: int) -> tuple[Engine, FakeRunner, list[StepReport]]:
+    defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_num_waiting": 50}
+    runner = FakeRunner(num_blocks, BLOCK)
+    reports: list[StepReport] = []
+    scheduler = Scheduler(BlockPool(num_blocks), SchedulerLimits(**(defaults | limits)))
+    return Engine(runner, scheduler, (), num_blocks * BLOCK, reports.append), runner, reports
+
+
+def make_sequence(key: str, prompt: list[int], params: SamplingParams | None, receive: bool = False) -> Sequence:
+    return Sequence(key, list(prompt), len(prompt), ROOT, BLOCK, params, receive=receive)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.runner, self.reports = make_engine()
+        self.expected: dict[str, Expected] = {}
+        self.receives: dict[str, AdmittedOutput] = {}
+        self.leases: list[tuple[int, ...]] = []
+        self.names: set[bytes] = set()
+        self.serial = 0
+
+    def _prompt(self, prefix: int, shared: int, own: int) -> list[int]:
+        return PREFIXES[prefix][:shared] + [random.Random(own).randrange(50) for _ in range(own)] or [1]
+
+    def _submit(self, prompt: list[int], params: SamplingParams | None, receive: bool = False) -> None:
+        self.serial += 1
+        key = f"s{self.serial}"
+        self.expected[key] = Expected(prompt, params)
+        try:
+            self.engine.submit(make_sequence(key, prompt, params, receive))
+        except (PromptExceedsPool, Overloaded):
+            del self.expected[key]
+        self._digest()
+
+    def _digest(self) -> None:
+        reports, self.reports[:] = list(self.reports), []
+        for report in reports:
+            for admitted in report.admitted:
+                self.receives[admitted.key] = admitted
+            for token in report.tokens:
+                want = self.expected[token.key]
+                assert not want.ended, f"{token.key} went on after its end"
+                want.got.append(token.token_id)
+                want.ended = token.finish_reason is not None
+                assert want.params is not None
+                assert want.got == generate(want.prompt, len(want.got), want.params.seed), token.key
+                assert want.ended == (len(want.got) == want.params.max_tokens)
+            for blocks in report.blocks:
+                want = self.expected[blocks.key]
+                assert blocks.block_ids[: len(want.offered)] == want.offered, "an offered block has moved"
+                self.engine.pin(blocks.block_ids[len(want.offered) :])
+                want.offered = blocks.block_ids
+                if blocks.complete:
+                    want.ended = True
+                    assert len(blocks.block_ids) * BLOCK == len(want.prompt)
+                    self.leases.append(blocks.block_ids)
+                    self.engine.close(blocks.key)
+            assert not report.failed
+            assert not set(report.changes.removed) - self.names
+            self.names = (self.names | set(report.changes.stored)) - set(report.changes.removed)
+
+    @rule(prefix=st.integers(0, 2), shared=st.integers(0, 30), own=st.integers(0, 12), new=st.integers(1, 14))
+    def submit(self, prefix: int, shared: int, own: int, new: int) -> None:
+        seed = new % 3
+        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=new, seed=seed))
+
+    @rule(prefix=st.integers(0, 2), shared=st.integers(5, 30), own=st.integers(0, 8), new=st.integers(1, 6))
+    def submit_receiving(self, prefix: int, shared: int, own: int, new: int) -> None:
+        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=new), receive=True)
+
+    @rule(prefix=st.integers(0, 2), blocks=st.integers(1, 7))
+    def submit_compute_only(self, prefix: int, blocks: int) -> None:
+        self._submit(PREFIXES[prefix][: blocks * BLOCK], None)
+
+    @rule()
+    def step(self) -> None:
+        self.engine.step()
+        self._digest()
+
+    @precondition(lambda self: self.receives)
+    @rule(data=st.data(), lost=st.booleans(), cancel=st.booleans())
+    def receive_ends(self, data: st.DataObject, lost: bool, cancel: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.receives)))
+        admitted = self.receives.pop(key)
+        if cancel:
+            self.expected[key].ended = True
+            self.engine.close(key)
+        elif lost:
+            self.runner.spoil(admitted.block_ids)
+            self.engine.receive_ended(key, 0)
+        else:
+            self.runner.fill(admitted.block_ids, self.expected[key].prompt, admitted.first_block)
+            self.engine.receive_ended(key, admitted.first_block + len(admitted.block_ids))
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        live = [k for k, e in self.expected.items() if not e.ended and k not in self.receives]
+        if live:
+            self._cancel(data.draw(st.sampled_from(live)))
+
+    def _cancel(self, key: str) -> None:
+        self.expected[key].ended = True
+        self.engine.unpin(self.expected[key].offered)
+        self.engine.close(key)
+        self.engine.close(key)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def lease_ends(self) -> None:
+        blocks = self.leases.pop(0)
+        for block in blocks:
+            assert b"spoiled" not in self.runner.slots[block]
+        self.engine.unpin(blocks)
+
+    @invariant()
+    def account_balances(self) -> None:
+        self.engine.check()
+        load = self.engine.load()
+        assert load.accounts.total == POOL
+        pending = self.engine.pool._changed
+        stored = {name for name, held in pending.items() if held}
+        told = (self.names | stored) - (set(pending) - stored)
+        assert set(self.engine.held_names()) == told, "the index would be told something else than what is held"
+
+    def teardown(self) -> None:
+        """Whatever is left runs to its end, and then nothing is owned by anybody."""
+        for blocks in self.leases:
+            self.engine.unpin(blocks)
+        self.leases = []
+        for _ in range(2000):
+            for key in list(self.receives):
+                self.receives.pop(key)
+                self.engine.receive_ended(key, 0)
+            if not self.engine.step() and not self.receives and not self.leases:
+                self._digest()
+                if not self.receives and not self.leases:
+                    break
+            self._digest()
+            for blocks in self.leases:
+                self.engine.unpin(blocks)
+            self.leases = []
+        assert all(e.ended for e in self.expected.values()), "a sequence never ended"
+        self.engine.check()
+        accounts = self.engine.load().accounts
+        assert accounts.available == POOL, accounts
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngineMachine = EngineMachine.TestCase
+
+
+def test_a_failing_step_ends_its_sequences_and_no_others() -> None:
+    engine, runner, reports = make_engine()
+    engine.submit(make_sequence("a", [1, 2, 3], SamplingParams(max_tokens=2)))
+    runner.fail_next = True
+    engine.step()
+    assert [f.key for r in reports for f in r.failed] == ["a"]
+    engine.submit(make_sequence("b", [1, 2, 3], SamplingParams(max_tokens=2)))
+    while engine.step():
+        pass
+    assert [t.token_id for r in reports for t in r.tokens] == generate([1, 2, 3], 2)
+    assert reports[-1].tokens[-1].finish_reason is FinishReason.LENGTH
+    engine.check()
+
+
+def test_preemption_leaves_the_tokens_as_they_were() -> None:
+    engine, _, reports = make_engine(num_blocks=10)
+    prompts = {f"s{i}": [i] * 9 for i in range(3)}
+    for key, prompt in prompts.items():
+        engine.submit(make_sequence(key, prompt, SamplingParams(max_tokens=12)))
+    while engine.step():
+        pass
+    assert sum(r.stats.num_preemptions for r in reports) > 0
+    for key, prompt in prompts.items():
+        assert [t.token_id for r in reports for t in r.tokens if t.key == key] == generate(prompt, 12)

@@ -1,0 +1,193 @@
+"""What any `PrefixIndex` must do. A check gets `connect`: each call is one more client of one empty store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvferry.common.errors import IndexUnavailable, Unavailable
+from kvferry.common.hashing import block_names, root_name
+from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, NodeState, Role
+from kvferry.services.index.base import PrefixIndex
+
+Connect = Callable[[], PrefixIndex]
+
+CARD = LayoutCard("fingerprint", "numerics", "float32", 16, 2, 3, 64, "0.1.0")
+TTL_S = 30.0
+
+
+def node(instance: str, node_id: str | None = None, role: Role = Role.PREFILL) -> NodeRecord:
+    return NodeRecord(instance, node_id or f"node-{instance}", role, "127.0.0.1:1", "tiny", CARD, 2048)
+
+
+def chain(num_blocks: int, salt: str = "") -> list[bytes]:
+    return block_names(root_name("model", "numerics", salt), range(16 * num_blocks), 16)
+
+
+async def check_a_record_comes_back_as_it_was_announced(connect: Connect) -> None:
+    load = NodeLoad(3, 2, 700, 100, BlockAccounts(10, 20, 30, 25, 15), 4, 812.5, 41.25, 99)
+    record = replace(node("a", role=Role.BOTH), state=NodeState.DRAINING, load=load, metrics_address="h:9")
+    await connect().announce(record, TTL_S)
+    assert await connect().nodes() == [record]
+
+
+async def check_nodes_are_ordered_by_node_id(connect: Connect) -> None:
+    for name in ("c", "a", "b"):
+        await connect().announce(node(f"instance-{name}", name), TTL_S)
+    assert [record.node_id for record in await connect().nodes()] == ["a", "b", "c"]
+
+
+async def check_announce_tells_whether_the_instance_was_known(connect: Connect) -> None:
+    index = connect()
+    assert await index.announce(node("a"), TTL_S) is True
+    assert await index.announce(node("a"), TTL_S) is False
+    assert await connect().announce(node("a"), TTL_S) is False
+
+
+async def check_a_renewal_replaces_the_load_and_keeps_the_blocks(connect: Connect) -> None:
+    index = connect()
+    await index.announce(node("a"), TTL_S)
+    await index.store("a", chain(4))
+    await index.announce(replace(node("a"), load=NodeLoad(num_running=7)), TTL_S)
+    assert (await index.nodes())[0].load.num_running == 7
+    assert await index.match(chain(4)) == {"a": 4}
+
+
+async def check_a_silent_node_is_gone_and_comes_back_empty(connect: Connect) -> None:
+    index = connect()
+    await index.announce(node("a"), 0.1)
+    await index.announce(node("b"), TTL_S)
+    await index.store("a", chain(4))
+    await asyncio.sleep(0.2)
+    assert [record.instance_id for record in await index.nodes()] == ["b"]
+    assert await index.match(chain(4)) == {}
+    await index.store("a", chain(4))
+    assert await index.announce(node("a"), TTL_S) is True
+    assert await index.match(chain(4)) == {}
+    await index.store("a", chain(4))
+    assert await index.match(chain(4)) == {"a": 4}
+
+
+async def check_a_new_instance_replaces_the_old_at_once(connect: Connect) -> None:
+    old, new = connect(), connect()
+    await old.announce(node("old", "n"), TTL_S)
+    await old.store("old", chain(4))
+    assert await new.announce(node("new", "n"), TTL_S) is True
+    assert [record.instance_id for record in await old.nodes()] == ["new"]
+    assert await old.match(chain(4)) == {}
+    await old.store("old", chain(4))
+    assert await new.match(chain(4)) == {}
+
+
+async def check_a_replaced_instance_is_refused_for_good(connect: Connect) -> None:
+    old, new = connect(), connect()
+    await old.announce(node("old", "n"), TTL_S)
+    await new.announce(node("new", "n"), TTL_S)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="newer instance"):
+            await old.announce(node("old", "n"), TTL_S)
+    assert [record.instance_id for record in await new.nodes()] == ["new"]
+    assert await new.announce(node("new", "n"), TTL_S) is False
+    await new.withdraw("new")
+    with pytest.raises(Unavailable, match="newer instance"):
+        await old.announce(node("old", "n"), TTL_S)
+
+
+async def check_an_instance_replaced_after_it_expired_is_refused(connect: Connect) -> None:
+    index = connect()
+    await index.announce(node("old", "n"), 0.05)
+    await asyncio.sleep(0.1)
+    await index.announce(node("new", "n"), TTL_S)
+    with pytest.raises(Unavailable, match="newer instance"):
+        await index.announce(node("old", "n"), TTL_S)
+
+
+async def check_withdraw_removes_the_node_and_its_blocks(connect: Connect) -> None:
+    index = connect()
+    for name in ("a", "b"):
+        await index.announce(node(name), TTL_S)
+        await index.store(name, chain(3))
+    await connect().withdraw("a")
+    await index.withdraw("a")
+    await index.withdraw("never seen")
+    assert [record.instance_id for record in await index.nodes()] == ["b"]
+    assert await index.match(chain(3)) == {"b": 3}
+    assert await index.announce(node("a"), TTL_S) is True
+    assert await index.match(chain(3)) == {"b": 3}
+
+
+async def check_match_counts_leading_blocks_only(connect: Connect) -> None:
+    index, names = connect(), chain(20)
+    for name, held in {"all": names, "half": names[:10], "one": names[:1], "gap": names[:4] + names[5:]}.items():
+        await index.announce(node(name), TTL_S)
+        await index.store(name, held)
+    await index.announce(node("tail"), TTL_S)
+    await index.store("tail", names[1:])
+    assert await connect().match(names) == {"all": 20, "half": 10, "one": 1, "gap": 4}
+    assert await connect().match(names[:3]) == {"all": 3, "half": 3, "one": 1, "gap": 3}
+    assert await index.match(chain(5, salt="other tenant")) == {}
+    assert await index.match([]) == {}
+
+
+async def check_store_and_remove_may_be_repeated(connect: Connect) -> None:
+    index, names = connect(), chain(6)
+    for name in ("a", "b", "c"):
+        await index.announce(node(name), TTL_S)
+        await index.store(name, names)
+        await index.store(name, names[2:] + names[:3])
+    await index.remove("b", names[3:])
+    await index.remove("b", names[3:] + chain(2, salt="never stored"))
+    assert await index.match(names) == {"a": 6, "b": 3, "c": 6}
+    await index.store("b", names[3:])
+    await index.remove("a", names)
+    assert await index.match(names) == {"b": 6, "c": 6}
+
+
+async def check_unknown_instances_are_ignored(connect: Connect) -> None:
+    index = connect()
+    await index.store("nobody", chain(2))
+    await index.remove("nobody", chain(2))
+    assert await index.match(chain(2)) == {}
+    await index.announce(node("a"), TTL_S)
+    await index.store("nobody", chain(2))
+    assert await index.match(chain(2)) == {}
+
+
+async def check_a_client_may_store_for_a_node_that_another_announced(connect: Connect) -> None:
+    await connect().announce(node("a"), TTL_S)
+    await connect().store("a", chain(3))
+    await connect().remove("a", chain(3)[2:])
+    assert await connect().match(chain(3)) == {"a": 2}
+
+
+async def check_long_chains_go_through(connect: Connect) -> None:
+    index, names = connect(), chain(5000)
+    await index.announce(node("a"), TTL_S)
+    await index.store("a", names)
+    assert await index.match(names) == {"a": 5000}
+    await index.remove("a", names[3000:])
+    assert await index.match(names) == {"a": 3000}
+
+
+async def check_many_callers_at_once_get_their_own_answers(connect: Connect) -> None:
+    index = connect()
+    chains = [chain(i + 1, salt=str(i)) for i in range(40)]
+    await asyncio.gather(*(index.announce(node(str(i)), TTL_S) for i in range(40)))
+    await asyncio.gather(*(index.store(str(i), names) for i, names in enumerate(chains)))
+    found = await asyncio.gather(*(index.match(names) for names in chains))
+    assert found == [{str(i): i + 1} for i in range(40)]
+
+
+async def check_a_closed_index_says_so(connect: Connect) -> None:
+    index = connect()
+    await index.announce(node("a"), TTL_S)
+    await index.aclose()
+    await index.aclose()
+    with pytest.raises(IndexUnavailable, match="closed"):
+        await index.nodes()
+
+
+CHECKS = [check for name, check in sorted(globals().items()) if name.startswith("check_")]

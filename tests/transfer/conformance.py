@@ -1,0 +1,331 @@
+"""What any Transport must do. Subclass `TransportConformance` as `Test...`, say how to make one, run pytest.
+
+Owners are real gRPC servers on loopback; those that get killed or stopped are processes of their own (owner.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.common.errors import KvferryError, LeaseExpired
+from kvferry.common.nodes import LayoutCard
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.rpc.aio import Server
+from kvferry.services.transfer.base import Peer, Transport
+from kvferry.services.transfer.copier import Blocks
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.puller import Puller
+from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.server import BlocksServicer
+
+SHM_DIR = "/dev/shm"
+TIMEOUT_S = 1.0
+BOUND_S = TIMEOUT_S + 1.0
+"""Within this a pull from a dead or silent owner must have ended."""
+POISON = 0xEE
+CARD = LayoutCard("fingerprint", "numerics", "float32", 16, 2, 1, 8, "0")
+
+
+def content(block_ids: Sequence[int], block_bytes: int) -> Blocks:
+    """What `fill` writes into these blocks: different in every block and at every place."""
+    at = np.arange(block_bytes)
+    along = (at * 31 + at // 251).astype(np.uint8)
+    ids = np.asarray(block_ids, dtype=np.int64)
+    blocks = np.add.outer((ids * 37).astype(np.uint8), along)  # wraps: equal only for ids 256 apart
+    blocks[:, ::7] ^= (ids // 256 + 1).astype(np.uint8)[:, None]
+    return blocks
+
+
+def fill(segment: PoolSegment) -> None:
+    segment.buffer[:] = content(range(segment.num_blocks), segment.block_bytes)
+
+
+@dataclass
+class Owner:
+    instance_id: str
+    segment: PoolSegment
+    leases: LeaseTable
+    address: str = ""
+    pinned: list[int] = field(default_factory=list)
+
+    def lease(self, block_ids: Sequence[int]) -> str:
+        lease_id = self.leases.open("test").lease_id
+        self.leases.extend(lease_id, block_ids)
+        return lease_id
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    segment: PoolSegment,
+    *,
+    card: LayoutCard = CARD,
+    instance_id: str = "",
+    transports: Sequence[str] = ("shm", "grpc"),
+    leases: LeaseTable | None = None,
+    port: int = 0,
+) -> AsyncIterator[Owner]:
+    """An owner of `segment` on loopback. The segment stays the caller's."""
+    owner = Owner(instance_id or secrets.token_hex(8), segment, leases or LeaseTable(_nothing, _nothing, lease_s=60.0))
+    servicer = BlocksServicer(owner.instance_id)
+    servicer.serve(card, segment, owner.leases, transports)
+    server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())  # type: ignore[no-untyped-call]
+    port = await server.start("127.0.0.1", port)
+    owner.address = f"127.0.0.1:{port}"
+    try:
+        yield owner
+    finally:
+        await server.stop(0)
+        servicer.close()
+
+
+@contextlib.contextmanager
+def shared_pool(num_blocks: int, block_bytes: int, instance_id: str = "") -> Iterator[tuple[str, PoolSegment]]:
+    """Instance id and its filled pool in shared memory."""
+    instance_id = instance_id or secrets.token_hex(8)
+    segment = PoolSegment.create(SHM_DIR, instance_id, num_blocks, block_bytes)
+    try:
+        fill(segment)
+        yield instance_id, segment
+    finally:
+        segment.close()
+
+
+@dataclass
+class OwnerProcess:
+    process: subprocess.Popen[str]
+    address: str
+    instance_id: str
+    lease_id: str
+    path: str
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def owner_process(
+    num_blocks: int, block_bytes: int, *, slow_s: float = 0.0, instance_id: str = "", port: int = 0
+) -> Iterator[OwnerProcess]:
+    """An owner to be killed, with a lease on all its blocks. `slow_s` delays each run that it sends."""
+    args = [num_blocks, block_bytes, slow_s, instance_id or secrets.token_hex(8), port]
+    command = [sys.executable, "-m", "tests.transfer.owner", *map(str, args)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout
+        said = json.loads(process.stdout.readline())
+        try:
+            yield OwnerProcess(process, **said)
+        finally:
+            process.kill()
+            process.wait()
+            Path(said["path"]).unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def peer_of(address: str, instance_id: str, own: PoolSegment) -> AsyncIterator[Peer]:
+    puller = Puller(CARD, "reader", own, ("grpc",), timeout_s=TIMEOUT_S)
+    try:
+        yield await puller.connect(address, instance_id)
+    finally:
+        await puller.aclose()
+
+
+class TransportConformance:
+    """`make` returns the transport under test, which writes to `segment` and waits at most TIMEOUT_S for a peer."""
+
+    def make(self, segment: PoolSegment) -> Transport:
+        raise NotImplementedError
+
+    @contextlib.asynccontextmanager
+    async def transport_to(
+        self, address: str, instance_id: str, own: PoolSegment
+    ) -> AsyncIterator[tuple[Transport, Peer]]:
+        transport = self.make(own)
+        async with peer_of(address, instance_id, own) as peer:
+            try:
+                await transport.open(peer)
+                yield transport, peer
+            finally:
+                await transport.aclose()
+                await transport.aclose()
+
+    @pytest.mark.parametrize("pattern", ["adjacent", "permuted", "strided"])
+    @pytest.mark.parametrize("num_blocks", [1, 2, 63, 257])
+    @pytest.mark.parametrize("block_bytes", [1, 63, 5000, 46080])
+    def test_each_block_lands_in_its_row_and_nowhere_else(
+        self, block_bytes: int, num_blocks: int, pattern: str
+    ) -> None:
+        rng = np.random.default_rng(num_blocks)
+        src, dst = {
+            "adjacent": (np.arange(3, 3 + num_blocks), np.arange(10, 10 + num_blocks)),
+            "permuted": (rng.permutation(600)[:num_blocks], rng.permutation(600)[:num_blocks]),
+            "strided": (np.arange(0, 2 * num_blocks, 2), np.arange(num_blocks - 1, -1, -1)),
+        }[pattern]
+        own = PoolSegment.anonymous(600, block_bytes)
+        own.buffer[:] = POISON
+
+        async def body() -> None:
+            with shared_pool(600, block_bytes) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    await transport.pull(peer, owner.lease(src.tolist()), src.tolist(), dst.tolist())
+
+        asyncio.run(body())
+        np.testing.assert_array_equal(own.buffer[dst], content(src.tolist(), block_bytes))
+        untouched = np.setdiff1d(np.arange(600), dst)
+        assert (own.buffer[untouched] == POISON).all()
+
+    def test_a_block_larger_than_a_message_arrives(self) -> None:
+        own = PoolSegment.anonymous(2, 5 * 2**20 + 1)
+
+        async def body() -> None:
+            with shared_pool(2, own.block_bytes) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    await transport.pull(peer, owner.lease([0, 1]), [1, 0], [0, 1])
+
+        asyncio.run(body())
+        np.testing.assert_array_equal(own.buffer, content([1, 0], own.block_bytes))
+
+    def test_pulls_at_the_same_time_do_not_mix(self) -> None:
+        own = PoolSegment.anonymous(64, 46080)
+
+        async def body() -> None:
+            with shared_pool(64, 46080) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                    asyncio.TaskGroup() as group,
+                ):
+                    for start in range(0, 64, 8):
+                        ids = list(range(start, start + 8))
+                        group.create_task(transport.pull(peer, owner.lease(ids), ids, ids[::-1]))
+
+        asyncio.run(body())
+        expected = [start + 7 - i for start in range(0, 64, 8) for i in range(8)]
+        np.testing.assert_array_equal(own.buffer, content(expected, 46080))
+
+    def test_what_is_read_under_an_expired_lease_is_never_confirmed(self) -> None:
+        """A transport with messages refuses at once; one without leaves it to the release after the copy."""
+        now = [0.0]
+        own = PoolSegment.anonymous(8, 64)
+
+        async def body() -> None:
+            leases = LeaseTable(_nothing, _nothing, lease_s=8.0, clock=lambda: now[0])
+            with shared_pool(8, 64) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id, leases=leases) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    lease_id = owner.lease([1, 2])
+                    now[0] = 8.0
+                    with contextlib.suppress(LeaseExpired):
+                        await transport.pull(peer, lease_id, [1, 2], [1, 2])
+                    assert not leases.release(lease_id)
+
+        asyncio.run(body())
+
+    def test_a_block_beyond_the_owners_pool_is_refused(self) -> None:
+        own = PoolSegment.anonymous(8, 64)
+
+        async def body() -> None:
+            with shared_pool(8, 64) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    with pytest.raises(KvferryError):
+                        await transport.pull(peer, owner.lease([0]), [0, 8], [0, 1])
+
+        asyncio.run(body())
+
+    def test_no_write_comes_after_a_cancelled_pull_has_ended(self) -> None:
+        ids = list(range(96))
+        own = PoolSegment.anonymous(96, 2**20)
+
+        async def body() -> None:
+            with shared_pool(96, 2**20) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    num_cancelled = 0
+                    for delay_s in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02):
+                        pull = asyncio.create_task(transport.pull(peer, owner.lease(ids), ids, ids))
+                        await asyncio.sleep(delay_s)
+                        pull.cancel()
+                        await asyncio.sleep(0)
+                        pull.cancel()  # twice: the wait for the last write must survive it
+                        num_cancelled += isinstance(
+                            (await asyncio.gather(pull, return_exceptions=True))[0], asyncio.CancelledError
+                        )
+                        own.buffer[:] = POISON
+                        await asyncio.sleep(0.03)
+                        assert (own.buffer == POISON).all()
+                    assert num_cancelled >= 2
+
+        asyncio.run(body())
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+    def test_an_owner_that_dies_or_freezes_during_the_read_costs_a_bounded_time(self, number: int) -> None:
+        ids = list(range(64))
+        own = PoolSegment.anonymous(64, 2**20)
+
+        async def body() -> float:
+            with owner_process(64, 2**20, slow_s=0.05) as owner:
+                async with self.transport_to(owner.address, owner.instance_id, own) as (transport, peer):
+                    pull = asyncio.create_task(transport.pull(peer, owner.lease_id, ids, ids))
+                    await asyncio.sleep(0.2)
+                    owner.signal(number)
+                    started = time.monotonic()
+                    async with asyncio.timeout(30):  # raises TimeoutError, which would be a bug
+                        with contextlib.suppress(KvferryError):  # a copy out of shared memory may be complete
+                            await pull
+                    return time.monotonic() - started
+
+        assert asyncio.run(body()) < BOUND_S
+
+    def test_a_dropped_peer_can_be_pulled_from_again(self) -> None:
+        own = PoolSegment.anonymous(4, 64)
+
+        async def body() -> None:
+            with shared_pool(4, 64) as (instance_id, segment):
+                async with (
+                    serve(segment, instance_id=instance_id) as owner,
+                    self.transport_to(owner.address, instance_id, own) as (transport, peer),
+                ):
+                    transport.drop(instance_id)
+                    transport.drop(instance_id)
+                    await transport.pull(peer, owner.lease([3]), [3], [0])
+
+        asyncio.run(body())
+        np.testing.assert_array_equal(own.buffer[:1], content([3], 64))
+
+
+def _nothing(block_ids: Sequence[int]) -> None:
+    del block_ids
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False

@@ -1,0 +1,39 @@
+"""An owner of blocks as a process of its own, for tests that kill or freeze it: see conformance.owner_process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable
+
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.segment import PoolSegment
+from tests.transfer.conformance import SHM_DIR, fill, serve
+
+
+class SlowLeases(LeaseTable):
+    """Each look at a lease takes a while, and with it each run that is sent."""
+
+    slow_s = 0.0
+
+    def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
+        time.sleep(self.slow_s)
+        super().check(lease_id, block_ids)
+
+
+async def main(num_blocks: int, block_bytes: int, slow_s: float, instance_id: str, port: int) -> None:
+    leases = SlowLeases(lambda _: None, lambda _: None, lease_s=60.0)
+    leases.slow_s = slow_s
+    segment = PoolSegment.create(SHM_DIR, instance_id, num_blocks, block_bytes)
+    fill(segment)
+    async with serve(segment, instance_id=instance_id, leases=leases, port=port) as owner:
+        lease_id = owner.lease(range(num_blocks))
+        said = {"address": owner.address, "instance_id": instance_id, "lease_id": lease_id, "path": segment.path}
+        print(json.dumps(said), flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], int(sys.argv[5])))

@@ -1,0 +1,118 @@
+"""The transports of this package against the suite that any transport must pass, and what is theirs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+
+from kvferry.common.errors import LeaseExpired, TransferFailed
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.services.transfer import server
+from kvferry.services.transfer.base import Transport
+from kvferry.services.transfer.grpc import GrpcTransport
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.shm import ShmTransport
+from tests.transfer.conformance import TIMEOUT_S, TransportConformance, peer_of, serve, shared_pool
+
+
+class TestShm(TransportConformance):
+    def make(self, segment: PoolSegment) -> Transport:
+        return ShmTransport(segment)
+
+
+class TestGrpc(TransportConformance):
+    def make(self, segment: PoolSegment) -> Transport:
+        return GrpcTransport(segment, timeout_s=TIMEOUT_S)
+
+
+def _pull_all(leases: LeaseTable, num_blocks: int, block_bytes: int) -> PoolSegment:
+    """All blocks over grpc, under one lease of all of them; returns the reader's pool."""
+    own = PoolSegment.anonymous(num_blocks, block_bytes)
+    transport = GrpcTransport(own, timeout_s=TIMEOUT_S)
+    ids = list(range(num_blocks))
+
+    async def body() -> None:
+        with shared_pool(num_blocks, block_bytes) as (instance_id, segment):
+            async with (
+                serve(segment, instance_id=instance_id, leases=leases) as owner,
+                peer_of(owner.address, instance_id, own) as peer,
+            ):
+                try:
+                    await transport.pull(peer, owner.lease(ids), ids, ids)
+                finally:
+                    await transport.aclose()
+
+    asyncio.run(body())
+    return own
+
+
+def _leases() -> LeaseTable:
+    return LeaseTable(lambda _: None, lambda _: None, lease_s=60.0)
+
+
+def test_grpc_names_the_block_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_run = server._read_run
+
+    def corrupt(segment: PoolSegment, block_ids: Sequence[int], stop: threading.Event) -> pb.BlockData:
+        run = read_run(segment, block_ids, stop)
+        if 17 in block_ids:
+            data = bytearray(run.data)
+            data[block_ids.index(17) * segment.block_bytes + 5] ^= 1
+            run.data = bytes(data)
+        return run
+
+    monkeypatch.setattr(server, "_read_run", corrupt)
+    with pytest.raises(TransferFailed, match=r"block 17 .*checksum"):
+        _pull_all(_leases(), 40, 50_000)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_grpc_refuses_a_stream_with_too_few_blocks(monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    read_run = server._read_run
+
+    def shorten(segment: PoolSegment, block_ids: Sequence[int], stop: threading.Event) -> pb.BlockData:
+        return read_run(segment, block_ids[:keep], stop)
+
+    monkeypatch.setattr(server, "_read_run", shorten)
+    with pytest.raises(TransferFailed, match="sent"):
+        _pull_all(_leases(), 40, 50_000)
+
+
+@pytest.mark.parametrize("num_checks", [0, 1, 2, 5, 8])
+def test_grpc_fails_when_the_lease_ends_at_any_point_of_the_read(num_checks: int) -> None:
+    class ExpiringLeases(LeaseTable):
+        left = num_checks
+
+        def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
+            if not self.left:
+                self.release(lease_id)
+            self.left -= 1
+            super().check(lease_id, block_ids)
+
+    with pytest.raises(LeaseExpired, match="lease"):
+        _pull_all(ExpiringLeases(lambda _: None, lambda _: None, lease_s=60.0), 4, 2**20)
+
+
+def test_shm_reads_what_its_owner_wrote_last() -> None:
+    own = PoolSegment.anonymous(4, 4096)
+    transport = ShmTransport(own)
+
+    async def body() -> None:
+        with shared_pool(4, 4096) as (instance_id, segment):
+            async with (
+                serve(segment, instance_id=instance_id) as owner,
+                peer_of(owner.address, instance_id, own) as peer,
+            ):
+                for value in (1, 2, 3):
+                    segment.buffer[2] = value
+                    await transport.pull(peer, owner.lease([2]), [2], [0])
+                    assert (own.buffer[0] == value).all()
+        await transport.aclose()
+
+    asyncio.run(body())
+    assert not np.any(own.buffer[1:])
