@@ -23,10 +23,6 @@ ROW_MULTIPLE = 4
 """Query rows of a `bmm` are padded to a multiple of this; fewer rows take another path in MKL, with other bits."""
 
 
-_NUM_BEST = 1024
-"""Tokens of a row that top-p looks at before it sorts the whole vocabulary."""
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -101,31 +97,34 @@ def _attend(
 
 
 def filter_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The least probability that stays is found among a row's best few, or in the whole row where they don't settle it.
+    """The least probability that stays is looked for among a row's few best, then among more, then among all.
 
-    Either way it is the same number, so a row's result does not depend on which of the two its neighbours needed.
+    Each look finds the same number or says that it cannot, so a row's result does not depend on its neighbours' need.
     """
-    best = probs.topk(min(_NUM_BEST, probs.shape[-1])).values
-    floor, settled = _least_kept(probs, best, top_k, top_p, min_p)
-    rest = (~settled).nonzero().flatten()
-    if len(rest):
-        ordered = probs[rest].sort(-1, descending=True).values
-        floor[rest], _ = _least_kept(probs[rest], ordered, top_k[rest], top_p[rest], min_p[rest])
+    floor = torch.zeros_like(probs[:, :1])
+    open_rows = torch.arange(len(probs), device=probs.device)
+    for width in (64, 1024, probs.shape[-1]):
+        part = (probs[open_rows], top_k[open_rows], top_p[open_rows], min_p[open_rows])
+        best = part[0].topk(min(width, probs.shape[-1])).values
+        floor[open_rows], found = _least_kept(best, *part)
+        open_rows = open_rows[~found]
+        if not len(open_rows):
+            break
     return torch.where(probs >= floor, probs, 0)
 
 
 def _least_kept(
-    probs: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    best: torch.Tensor, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`best` [n, width]: the rows' largest probabilities, falling -> (floor [n, 1], whether `best` sufficed [n])."""
+    """`best` [n, width]: the rows' largest probabilities, falling -> (floor [n, 1], whether it is sure [n])."""
     width = best.shape[-1]
     kth = best.gather(1, top_k.clamp(1, width)[:, None] - 1)
     floor = torch.where(top_k[:, None] > 0, kth, 0)
     floor = torch.maximum(floor, best[:, :1] * min_p[:, None])
-    kept = torch.where(probs >= floor, probs, 0).cumsum(-1, dtype=torch.float64)[:, -1:]
-    mass = torch.where(best >= floor, best, 0).cumsum(-1, dtype=torch.float64)
     # The first of the best at which the mass reaches top_p of what min-p and top-k left is the last one kept.
-    short = (mass < kept * top_p[:, None]).sum(-1)
+    left = torch.where(probs >= floor, probs, 0).double().cumsum(-1)[:, -1:]
+    mass = torch.where(best >= floor, best, 0).double().cumsum(-1)
+    short = (mass < left * top_p[:, None]).sum(-1)
     nucleus = best.gather(1, short.clamp(max=width - 1)[:, None])
     floor = torch.where(top_p[:, None] < 1, torch.maximum(floor, nucleus), floor)
     return floor, (top_k <= width) & ((top_p >= 1) | (short < width))
@@ -133,7 +132,7 @@ def _least_kept(
 
 def draw_tokens(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse distribution function in token order; a token of probability 0 is never drawn."""
-    mass = probs.cumsum(-1, dtype=torch.float64)
+    mass = probs.double().cumsum(-1)
     total = mass[:, -1:]
     goal = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(mass, goal, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)

@@ -69,12 +69,10 @@ _KERNELS = (
 def dense_kernel() -> DenseKernel:
     """The first kernel that passes the self check here. Does not depend on the current number of threads."""
     for kernel in _KERNELS[:-1]:
-        if kernel is _KERNELS[0] and not torch._C.has_mkldnn:
-            continue
         try:
             if all(_is_invariant(kernel, width, out) for width, out in ((576, 192), (2100, 100), (63, 7))):
                 return kernel
-        except (RuntimeError, AttributeError):  # the private op is gone, or has another signature
+        except (RuntimeError, AttributeError):  # oneDNN's private op is gone, or not what it was
             continue
     return _KERNELS[-1]
 

@@ -1,4 +1,4 @@
-"""The decode service: takes requests from gateways, gets their prompts computed (here or by a prefill node), streams tokens.
+"""The decode service: takes requests from gateways, gets their prompts computed (here or by a peer), streams tokens.
 
 A prompt with few uncached tokens is computed in this node's own steps; a long one is received: blocks for all of it are
 reserved first, then a prefill node computes and this node pulls. Whatever goes wrong with a peer, the next candidate is

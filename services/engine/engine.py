@@ -97,7 +97,7 @@ class Engine:
             self._wake()
 
     def receive_ended(self, key: str, num_received_blocks: int) -> None:
-        """Nothing writes into this receiving sequence any more; its first blocks hold their KV, the rest is computed."""
+        """Nothing writes into this receiving sequence any more; its first blocks hold their KV, it computes the rest."""
         with self._mutex:
             if (seq := self._sequences.get(key)) is not None and seq.status is Status.RECEIVING:
                 seq.received_s = time.monotonic()

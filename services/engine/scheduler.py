@@ -1,4 +1,4 @@
-"""What the next step computes. Iteration-level, first come first served; policy only, no tensors, no clock but the step's.
+"""What the next step computes. Iteration-level, first come first served; policy only, no tensors.
 
 A sequence simply has tokens still to compute; there is no prefill or decode phase. Order within a step: running
 sequences that need one token, running ones that need more, then waiting ones. A waiting sequence starts only when
@@ -100,7 +100,7 @@ class Scheduler:
         return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received))
 
     def add(self, seq: Sequence) -> None:
-        """Queues a new sequence. Raises PromptExceedsPool when it could never run, Overloaded when the queue is full."""
+        """Queues a new sequence. Raises PromptExceedsPool if it could never run, Overloaded if the queue is full."""
         if (need := seq.num_blocks_for(seq.num_tokens)) > self.pool.num_blocks:
             raise PromptExceedsPool(
                 f"the prompt's {seq.num_prompt_tokens} tokens need {need} KV blocks of {seq.block_size} tokens; "
@@ -119,7 +119,7 @@ class Scheduler:
         seq.status = Status.CLOSED
 
     def receive_ended(self, seq: Sequence, num_received_blocks: int) -> None:
-        """The leading `num_received_blocks` blocks of a receiving sequence hold their KV; the rest it computes itself."""
+        """The first `num_received_blocks` blocks of a receiving sequence hold their KV; it computes the rest."""
         assert seq.status is Status.RECEIVING, seq.status
         self.pool.arrived(seq.block_table)
         if num_received_blocks * seq.block_size > seq.num_computed_tokens:

@@ -1,43 +1,27 @@
-"""The gateway's composition root: builds everything, wires the routes, runs until told to stop."""
+"""The gateway's composition root: builds everything, wires it, runs until told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import orjson
 import uvloop
-from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 import kvferry
 from kvferry.common.config import Config
-from kvferry.common.errors import ConfigError, IndexUnavailable, ModelNotFound, Unavailable
+from kvferry.common.errors import ConfigError, Draining, IndexUnavailable
 from kvferry.common.log import setup_logging
 from kvferry.common.models import resolve_model
 from kvferry.services.gateway import errors, server
-from kvferry.services.gateway.cluster import cluster_state
-from kvferry.services.gateway.errors import BodyTooLarge
+from kvferry.services.gateway.http import RequestIds
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.metrics import GatewayMetrics
-from kvferry.services.gateway.nodes import NodeTable, PrefixLookup
-from kvferry.services.gateway.openai import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generation,
-    TokenizeRequest,
-)
-from kvferry.services.gateway.respond import RunResponse
-from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
-from kvferry.services.gateway.intake import Job
+from kvferry.services.gateway.nodes import POLL_S, NodeTable, PrefixLookup
+from kvferry.services.gateway.routes import Routes
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
@@ -48,16 +32,14 @@ log = logging.getLogger("kvferry.gateway")
 
 
 class Gateway:
-    """Everything that lives as long as the process, and the handlers of its routes."""
+    """Everything that lives as long as the process. `app` is what serves it; tests enter `running` themselves."""
 
-    def __init__(self, config: Config, index: PrefixIndex, tokenizer: Tokenizer, registry: CollectorRegistry) -> None:
-        self.config = config
-        self.model = config.served_model
-        self.tokenizer = tokenizer
-        self.metrics = GatewayMetrics(registry)
-        self.table = NodeTable(index, self.model)
+    def __init__(
+        self, config: Config, index: PrefixIndex, tokenizer: Tokenizer, registry: CollectorRegistry | None = None
+    ) -> None:
+        self.metrics = GatewayMetrics(registry or CollectorRegistry())
+        self.table = NodeTable(index, config.served_model)
         self.pool = SessionPool(config.node.peer_timeout_s)
-        self.intake = Intake(tokenizer, self.table, self.model)
         self.service = Service(
             tokenizer,
             self.table,
@@ -67,47 +49,78 @@ class Gateway:
             queue_timeout_s=config.gateway.queue_timeout,
             max_num_requests=config.gateway.max_num_requests,
         )
-        self._created = int(time.time())
+        self.app = FastAPI(title="kvferry", version=kvferry.__version__, lifespan=lambda app: self.running())
+        self.app.add_middleware(RequestIds)
+        errors.install(self.app)
+        intake = Intake(tokenizer, self.table, config.served_model)
+        Routes(config.gateway, config.served_model, intake, self.service).install(self.app)
 
     @asynccontextmanager
-    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Runs what works in the background: the node table's polling and the sessions."""
+    async def running(self) -> AsyncIterator[None]:
+        """What works in the background: the node table is kept fresh, sessions live in the pool."""
         await self.table.refresh()
         async with self.pool:
-            poll = asyncio.create_task(self._keep_up())
+            watch = asyncio.create_task(self._watch_nodes())
             try:
                 yield
             finally:
-                poll.cancel()
-                await asyncio.gather(poll, return_exceptions=True)
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
 
-    async def _keep_up(self) -> None:
-        async for _ in self.table.poll():
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self.table.refresh()
+            except Exception:  # a bug in an index must not freeze the node table
+                log.exception("cannot read the node table")
             self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
 
-    # ---- generation
+    def drain(self) -> None:
+        """No new requests. Discovery goes on until the last one has ended."""
+        self.service.draining = True
 
-    async def completions(self, request: Request) -> Response:
-        body = CompletionRequest.parse(await self._body(request))
-        job = await self.intake.completion(body, f"cmpl-{secrets.token_hex(16)}")
-        writer = CompletionWriter(
-            job.response_id, self.model, self.tokenizer, include_usage=_wants_usage(body)
-        )
-        return self._respond(body, job, writer)
+    def end_grace(self) -> None:
+        self.service.fail_all(Draining("the gateway is shutting down"))
 
-    async def chat_completions(self, request: Request) -> Response:
-        body = ChatRequest.parse(await self._body(request))
-        job = await self.intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}")
-        writer = ChatWriter(job.response_id, self.model, self.tokenizer, include_usage=_wants_usage(body))
-        return self._respond(body, job, writer)
 
-    def _respond(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter) -> Response:
-        options = body.stream_options
-        return RunResponse(
-            self.service.start(job),
-            writer,
-            stream=body.stream,
-            include_usage=_wants_usage(body),
-            continuous_usage=options is not None and options.continuous_usage_stats,
-            stall_timeout_s=self.config.gateway.client_stall_timeout,
-        )
+def main(config: Config) -> int:
+    """Runs the gateway until SIGTERM or SIGINT and returns its exit code. Raises StartupError for the CLI to print."""
+    setup_logging(config.cluster.log_level, config.cluster.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+    return 0
+
+
+async def serve(config: Config) -> None:
+    """The gateway on its port, which is bound before anything slow is done."""
+    if config.cluster.redis_url is None:
+        raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
+    listener = server.bind(config.gateway.host, config.gateway.port)
+    try:
+        folder = await asyncio.to_thread(resolve_model, config.cluster.model, weights=False)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        index = open_index(config.cluster.redis_url, config.cluster.namespace)
+        try:
+            await _check_reachable(index, config.cluster.redis_url)
+            gateway = Gateway(config, index, tokenizer)
+            host, port = listener.getsockname()[:2]
+            await server.serve(
+                gateway.app,
+                listener,
+                drain_s=config.node.drain_s,
+                on_ready=lambda: log.info("gateway ready on http://%s:%d", host, port),
+                on_drain=gateway.drain,
+                on_grace_over=gateway.end_grace,
+            )
+        finally:
+            await index.aclose()
+    finally:
+        listener.close()
+
+
+async def _check_reachable(index: PrefixIndex, url: str) -> None:
+    try:
+        await index.nodes()
+    except IndexUnavailable as exc:
+        raise ConfigError(f"the index at {url} does not answer: {exc.message}", param="redis_url") from exc

@@ -19,7 +19,13 @@ from kvferry.common.requests import SamplingParams
 from kvferry.services.gateway.choice import TextParams
 from kvferry.services.gateway.messages import Prompt, parse_messages
 from kvferry.services.gateway.nodes import NodeTable
-from kvferry.services.gateway.openai import ChatRequest, CompletionRequest, Generation, TokenizeRequest
+from kvferry.services.gateway.openai import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    TokenizeRequest,
+)
 from kvferry.services.gateway.tokenizer import Tokenizer
 
 LONG_TEXT_CHARS = 4000  # longer ones are worth a thread
@@ -38,6 +44,7 @@ class Job:
     """One HTTP request, ready for the nodes. Choice `s` of prompt `p` has index `p * n + s`."""
 
     response_id: str
+    request_id: str
     prompts: tuple[PromptJob, ...]
     n: int
     text: TextParams
@@ -57,16 +64,16 @@ class Intake:
         self._table = table
         self._model = model
 
-    async def completion(self, body: CompletionRequest, response_id: str) -> Job:
+    async def completion(self, body: CompletionRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
         prompts = body.prompts()
         limit = await self._limit()
         ids = [await self._prompt_ids(prompt, limit, add_special_tokens=body.add_special_tokens) for prompt in prompts]
-        wanted = body.max_tokens or body.max_completion_tokens
-        return self._job(body, response_id, ids, limit, body.token_limit, wanted is not None, "prompt", received_at)
+        jobs = tuple(_prompt_job(body, prompt_ids, limit, DEFAULT_MAX_TOKENS, "prompt") for prompt_ids in ids)
+        return _job(body, jobs, response_id, request_id, received_at)
 
-    async def chat(self, body: ChatRequest, response_id: str) -> Job:
+    async def chat(self, body: ChatRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
         messages = body.conversation()
@@ -83,9 +90,8 @@ class Intake:
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
         ids = await _off_loop(encode, _num_chars(messages))
-        wanted = body.token_limit
-        given = wanted is not None
-        return self._job(body, response_id, [ids], limit, wanted or limit, given, "messages", received_at)
+        job = _prompt_job(body, ids, limit, limit, "messages")
+        return _job(body, (job,), response_id, request_id, received_at)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)
@@ -104,11 +110,13 @@ class Intake:
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
             hint = nearest(name, [self._model])
-            raise ModelNotFound(f"model {name!r} does not exist{hint}: this cluster serves {self._model!r}", param="model")
+            raise ModelNotFound(
+                f"model {name!r} does not exist{hint}: this cluster serves {self._model!r}", param="model"
+            )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self._tokenizer.vocab_size
-        if ids and not (0 <= min(ids) and max(ids) < size):
+        if ids and not (min(ids) >= 0 and max(ids) < size):
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise BadRequest(f"{param}: token id {wrong} is outside the vocabulary [0, {size})", param=param)
 
@@ -141,57 +149,44 @@ class Intake:
         """A text that is too long whatever its tokens are is not worth tokenising."""
         if len(text) > limit * self._tokenizer.max_token_chars:
             raise ContextTooLong(
-                f"this model's maximum context length is {limit} tokens; the {param} of {len(text)} characters has more",
+                f"this model's maximum context length is {limit} tokens; {len(text)} characters of {param} have more",
                 param=param,
             )
 
-    def _job(
-        self,
-        body: Generation,
-        response_id: str,
-        prompts: Sequence[Sequence[int]],
-        limit: int,
-        max_tokens: int,
-        is_given: bool,
-        param: str,
-        received_at: float,
-    ) -> Job:
-        return Job(
-            response_id=response_id,
-            prompts=tuple(
-                PromptJob(tuple(ids), _sampling(body, len(ids), limit, max_tokens, is_given, param)) for ids in prompts
-            ),
-            n=body.n,
-            text=TextParams(
-                stops=tuple(body.stop),
-                include_stop=body.include_stop_str_in_output,
-                min_tokens=body.min_tokens,
-                skip_special_tokens=body.skip_special_tokens,
-                stop_token_ids=tuple(body.stop_token_ids),
-                logprobs=body.num_logprobs,
-            ),
-            cache_salt=body.cache_salt,
-            received_at=received_at,
-        )
+
+def _job(
+    body: Generation, prompts: tuple[PromptJob, ...], response_id: str, request_id: str, received_at: float
+) -> Job:
+    text = TextParams(
+        stops=tuple(body.stop),
+        include_stop=body.include_stop_str_in_output,
+        min_tokens=body.min_tokens,
+        skip_special_tokens=body.skip_special_tokens,
+        stop_token_ids=tuple(body.stop_token_ids),
+        logprobs=body.num_logprobs,
+    )
+    return Job(response_id, request_id, prompts, body.n, text, body.cache_salt, received_at)
 
 
-def _sampling(
-    body: Generation, num_prompt: int, limit: int, max_tokens: int, is_given: bool, param: str
-) -> SamplingParams:
-    """Checks lengths. A `max_tokens` that the client gave must fit; our own default is cut to what is left."""
-    if num_prompt == 0:
+def _prompt_job(body: Generation, ids: Sequence[int], limit: int, default: int, param: str) -> PromptJob:
+    """Checks lengths. What the client asked for must fit; our own default is cut to what is left."""
+    if not ids:
         raise BadRequest(f"{param}: the prompt has no tokens", param=param)
-    room = limit - num_prompt
-    if room < 1 or (is_given and max_tokens > room):
-        asked = f" and {max_tokens} of completion" if is_given else ""
+    room, asked = limit - len(ids), body.token_limit
+    if room < 1 or (asked or 0) > room:
+        completion = f" and {asked} of completion" if asked is not None else ""
         raise ContextTooLong(
-            f"this model's maximum context length is {limit} tokens; "
-            f"the request has {num_prompt} tokens of prompt{asked}: shorten the {param} or the completion",
+            f"this model's maximum context length is {limit} tokens; the request has {len(ids)} tokens of prompt"
+            f"{completion}: shorten the {param} or the completion",
             param=param if room < 1 else "max_tokens",
         )
-    if body.min_tokens > (most := min(max_tokens, room)):
-        raise BadRequest(f"min_tokens must not exceed max_tokens ({most}), got {body.min_tokens}", param="min_tokens")
-    return body.sampling(max_tokens=most, seed=secrets.randbits(63) if body.seed is None else body.seed)
+    max_tokens = min(default, room) if asked is None else asked
+    if body.min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens must not exceed max_tokens, {max_tokens}; got {body.min_tokens}", param="min_tokens"
+        )
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    return PromptJob(tuple(ids), body.sampling(max_tokens=max_tokens, seed=seed))
 
 
 def _num_chars(messages: Sequence[dict[str, Any]]) -> int:

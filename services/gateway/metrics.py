@@ -28,11 +28,17 @@ class GatewayMetrics:
         self._success = counter("request_success", "choices by how they ended", ("finished_reason",))
         self.finished = {reason: self._success.labels(reason.value) for reason in FinishReason}
         self.e2e = histogram("e2e_request_latency_seconds", "HTTP request received to answer ended", _REQUEST_BUCKETS)
-        self.first_token = histogram("time_to_first_token_seconds", "request received to its first token", _REQUEST_BUCKETS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "request received to its first token", _REQUEST_BUCKETS
+        )
         self._queue = histogram("request_queue_time_seconds", "share of the first token: queues", _REQUEST_BUCKETS)
         self._prefill = histogram("request_prefill_time_seconds", "share of the first token: prompt", _REQUEST_BUCKETS)
-        self._transfer = histogram("request_transfer_time_seconds", "share of the first token: blocks", _REQUEST_BUCKETS)
-        self._step = histogram("request_first_step_time_seconds", "share of the first token: one step", _REQUEST_BUCKETS)
+        self._transfer = histogram(
+            "request_transfer_time_seconds", "share of the first token: blocks", _REQUEST_BUCKETS
+        )
+        self._step = histogram(
+            "request_first_step_time_seconds", "share of the first token: one step", _REQUEST_BUCKETS
+        )
         self.inter_token = histogram("inter_token_latency_seconds", "gap between outputs of one choice", _TOKEN_BUCKETS)
         self.prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", _LENGTH_BUCKETS)
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens accepted")

@@ -42,12 +42,6 @@ class NodeTable:
         self._refreshed_at = float("-inf")
         self._seen_at = float("-inf")
 
-    async def poll(self) -> None:
-        """Keeps the table fresh until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(POLL_S)
-
     async def refresh(self) -> None:
         """Asks the index now, unless somebody just did. Never raises: the last known nodes stay."""
         async with self._lock:

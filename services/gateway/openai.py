@@ -151,6 +151,11 @@ class Generation(Shape):
         """None: the client wants none. k: the chosen token's and the k best."""
         raise NotImplementedError
 
+    @property
+    def token_limit(self) -> int | None:
+        """What the client set for the completion, if anything."""
+        raise NotImplementedError
+
     def bias(self) -> tuple[tuple[int, float], ...]:
         """Raises BadRequest on keys that are no token ids. Values are clamped to OpenAI's range, as vLLM does."""
         try:
@@ -190,10 +195,9 @@ class CompletionRequest(Generation):
         return self.logprobs
 
     @property
-    def token_limit(self) -> int:
-        """OpenAI's name of the chat endpoint is honoured here too; the tighter one rules."""
-        given = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return min(given, default=DEFAULT_MAX_TOKENS)
+    def token_limit(self) -> int | None:
+        """OpenAI's name on the chat endpoint is honoured here too; the tighter one rules."""
+        return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
     def prompts(self) -> list[Prompt]:
         """Raises BadRequest on anything but a string, token ids, or a list of either."""
@@ -229,7 +233,7 @@ class ChatRequest(Generation):
 
     @property
     def token_limit(self) -> int | None:
-        """None: the rest of the context. The newer name rules where both are given."""
+        """The newer name rules where both are given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, Any]]:

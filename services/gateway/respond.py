@@ -7,7 +7,7 @@ an event in the stream. A client that leaves, or accepts nothing for too long, c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from kvferry.services.gateway.responses import DONE, Writer, error_event
 from kvferry.services.gateway.serving import Run
 
 ABORT_EXTENSION = "kvferry.abort"
-"""ASGI scope extension: a function that drops the connection without waiting for the client to accept what is left."""
+"""ASGI scope extension: its `abort` drops the connection without waiting for the client to accept what is left."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
@@ -45,39 +45,36 @@ async def _gone(receive: Receive) -> None:
 
 
 class RunResponse(Response):
-    """Runs `start()` and answers with what it produces."""
+    """Sends a run to the nodes and answers with what it produces."""
 
     def __init__(
         self,
-        start: Callable[[], Run],
+        run: Run,
         writer: Writer,
         *,
         stream: bool,
         include_usage: bool,
         continuous_usage: bool,
         stall_timeout_s: float,
-        request_id: str,
     ) -> None:
         super().__init__()
-        self._start = start
+        self._run = run
         self._writer = writer
         self._stream = stream
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._stall_timeout_s = stall_timeout_s
-        self._request_id = request_id
         self._began = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        run = self._start()
-        metrics = run.metrics
+        metrics = self._run.metrics
         try:
-            if not await while_connected(receive, self._answer(run, scope, receive, send)):
+            if not await while_connected(receive, self._answer(self._run, scope, receive, send)):
                 metrics.aborted.inc()
         except ClientStalled:
             metrics.stalled.inc()
-            if (abort := scope.get("extensions", {}).get(ABORT_EXTENSION)) is not None:
-                abort()
+            if (extension := scope.get("extensions", {}).get(ABORT_EXTENSION)) is not None:
+                extension["abort"]()
 
     async def _answer(self, run: Run, scope: Scope, receive: Receive, send: Send) -> None:
         """Exactly one ending: the whole answer, an error status, or an error event. Raises ClientStalled."""
@@ -90,7 +87,7 @@ class RunResponse(Response):
             run.metrics.refused.labels(exc.code).inc()
             await self._send_error(exc, scope, receive, send)
         except Exception:
-            log.exception("request %s failed in the gateway", self._request_id)
+            log.exception("request %s failed in the gateway", run.job.request_id)
             bug = Internal("internal error: the gateway's log has the details")
             await self._send_error(bug, scope, receive, send)
 

@@ -46,11 +46,19 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[typeddict-unknown-key]
+        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 
 
 class _Server(uvicorn.Server):
     """uvicorn with our own signals: it would end by raising SIGTERM once more, and exit non-zero."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -58,7 +66,13 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: Any, listener: socket.socket, *, drain_s: float, on_drain: Callable[[], None], on_grace_over: Callable[[], None]
+    app: Any,
+    listener: socket.socket,
+    *,
+    drain_s: float,
+    on_ready: Callable[[], None],
+    on_drain: Callable[[], None],
+    on_grace_over: Callable[[], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then: `on_drain`, no new connections, `drain_s` for what runs, `on_grace_over`.
 
@@ -76,7 +90,7 @@ async def serve(
         timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
         backlog=LISTEN_BACKLOG,
     )
-    server = _Server(config)
+    server = _Server(config, on_ready)
     loop = asyncio.get_running_loop()
     grace: list[asyncio.TimerHandle] = []
 

@@ -75,14 +75,16 @@ class Service:
         for run in self.runs:
             run.mailbox.fail(error)
 
-    def remember(self, plan: Plan, response_id: str) -> None:
-        self._plans.setdefault(response_id, []).append(plan)
+    def remember(self, plan: Plan, job: Job) -> None:
+        plans = self._plans.setdefault(job.response_id, [])
+        plans.append(plan)
+        self._plans[job.request_id] = plans
         while len(self._plans) > NUM_REMEMBERED_PLANS:
             self._plans.popitem(last=False)
 
-    def reasons(self, response_id: str) -> list[dict[str, Any]] | None:
+    def reasons(self, request_id: str) -> list[dict[str, Any]] | None:
         """Why a recent request went where it went, one entry per attempt of each prompt."""
-        plans = self._plans.get(response_id)
+        plans = self._plans.get(request_id)
         return None if plans is None else [plan.reasons() for plan in plans]
 
     async def plan(self, request_id: str, num_tokens: int, matches: dict[str, int], tried: frozenset[str]) -> Plan:
@@ -132,9 +134,7 @@ class Run:
         self.route = ""
         self._service = service
         self._prompts = {
-            f"{job.response_id}-{number}": _Prompt(
-                prompt, [Choice(service.tokenizer, job.text) for _ in range(job.n)]
-            )
+            f"{job.response_id}-{number}": _Prompt(prompt, [Choice(service.tokenizer, job.text) for _ in range(job.n)])
             for number, prompt in enumerate(job.prompts)
         }
         self._first_index = {request_id: number * job.n for number, request_id in enumerate(self._prompts)}
@@ -266,7 +266,7 @@ class Run:
 
     async def _submit(self, request_id: str, prompt: _Prompt) -> None:
         plan = await self._service.plan(request_id, len(prompt.job.token_ids), prompt.matches, prompt.tried)
-        self._service.remember(plan, self.job.response_id)
+        self._service.remember(plan, self.job)
         self.route = self.route or plan.compact()
         request = GenerateRequest(
             request_id=request_id,

@@ -126,12 +126,17 @@ def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
     kinds = [part["type"] for part in state.get("decoders", [state])]
     if "ByteLevel" in kinds:
         return True
-    if kinds == ["Metaspace"] or {"Replace", "ByteFallback"} <= set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+    if kinds == ["Metaspace"] or {"Replace", "ByteFallback"} <= set(kinds) <= {
+        "Replace",
+        "ByteFallback",
+        "Fuse",
+        "Strip",
+    }:
         return False
     raise ModelLoadError(f"tokenizer decoder {'+'.join(kinds)} is not supported: expected ByteLevel or SentencePiece")
 
 
-def _load_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+def _load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
     path = folder / "chat_template.jinja"
     source = path.read_text() if path.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several, by name

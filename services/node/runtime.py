@@ -203,7 +203,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
     async def _drain(self) -> None:
         self.context.draining = True
         deadline = time.monotonic() + self.config.node.drain_s * (self._failure is None)
-        while self.service.num_active and time.monotonic() < deadline:
+        while self.service.num_active and time.monotonic() < deadline:  # noqa: ASYNC110 (the count falls in callbacks)
             await asyncio.sleep(DRAIN_CHECK_S)
         if left := self.service.num_active:
             log.warning(

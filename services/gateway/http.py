@@ -1,0 +1,62 @@
+"""HTTP around the handlers: request ids, the access log, and bodies of bounded size."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.services.gateway.errors import BodyTooLarge
+
+log = logging.getLogger("kvferry.access")
+
+_QUIET = frozenset({"/health", "/ready", "/metrics"})
+
+
+class RequestIds:
+    """Middleware: every request has an id, the client's own (`x-request-id`) or a new one, and one log line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        request_id = given if re.fullmatch(r"[!-~]{1,128}", given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            took_s = time.monotonic() - started
+            log.log(level, "%s %s %s %.3fs %s", scope["method"], scope["path"], status or "gone", took_s, request_id)
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Raises BodyTooLarge as soon as that is known."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise BodyTooLarge(f"the body has {declared} bytes, the limit is {limit_bytes}")
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes} bytes, the limit")
+        chunks.append(chunk)
+    return b"".join(chunks)

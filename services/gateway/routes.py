@@ -1,0 +1,166 @@
+"""The handlers: one method per path. Each reads its body, asks the part that knows, and shapes the answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+import kvferry
+from kvferry.common.config import GatewayConfig
+from kvferry.common.errors import Draining, KvferryError, Unavailable
+from kvferry.services.gateway.cluster import cluster_state
+from kvferry.services.gateway.http import read_body
+from kvferry.services.gateway.intake import Intake, Job
+from kvferry.services.gateway.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+from kvferry.services.gateway.respond import RunResponse
+from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
+from kvferry.services.gateway.serving import Service
+
+
+class PlanNotFound(KvferryError):  # noqa: N818
+    code = "plan_not_found"
+    http_status = 404
+    type = "invalid_request_error"
+
+
+class Routes:
+    """Handlers over one service. Errors leave as exceptions; `errors.install` shapes them."""
+
+    def __init__(self, config: GatewayConfig, model: str, intake: Intake, service: Service) -> None:
+        self._config = config
+        self._model = model
+        self._intake = intake
+        self._service = service
+        self._created = int(time.time())
+
+    def install(self, app: FastAPI) -> None:
+        for method, path, handler in (
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat_completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.one_model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/ready", self.ready),
+            ("GET", "/version", self.version),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/cluster", self.cluster),
+            ("GET", "/debug/route/{request_id}", self.route),
+        ):
+            app.add_api_route(path, handler, methods=[method], response_model=None)
+
+    # ---- generation
+
+    async def completions(self, request: Request) -> Response:
+        body = CompletionRequest.parse(await self._body(request))
+        job = await self._intake.completion(body, f"cmpl-{secrets.token_hex(16)}", request.state.request_id)
+        usage = _wants_usage(body)
+        writer = CompletionWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
+        return self._run(body, job, writer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = ChatRequest.parse(await self._body(request))
+        job = await self._intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}", request.state.request_id)
+        usage = _wants_usage(body)
+        writer = ChatWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
+        return self._run(body, job, writer)
+
+    def _run(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter) -> Response:
+        return RunResponse(
+            self._service.start(job),
+            writer,
+            stream=body.stream,
+            include_usage=_wants_usage(body),
+            continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+            stall_timeout_s=self._config.client_stall_timeout,
+        )
+
+    # ---- the model
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._intake.check_model(request.path_params["name"])
+        return _json(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvferry",
+            "root": self._model,
+            "parent": None,
+            "max_model_len": self._service.table.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        body = TokenizeRequest.parse(await self._body(request))
+        ids = await self._intake.tokenize(body)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._service.table.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [self._service.tokenizer.token_text(token_id) for token_id in ids]
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = DetokenizeRequest.parse(await self._body(request))
+        self._intake.check_model(body.model)
+        self._intake.check_ids(body.tokens, "tokens")
+        return _json({"prompt": self._service.tokenizer.decode(body.tokens)})
+
+    # ---- operation
+
+    async def health(self, request: Request) -> Response:
+        """Alive, whatever the cluster does."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """A request sent now could be served."""
+        if self._service.draining:
+            raise Draining("the gateway is shutting down")
+        if not self._service.table.ready_decode:
+            raise Unavailable("no decode node is ready")
+        return _json({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": kvferry.__version__})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def cluster(self, request: Request) -> Response:
+        return _json(await cluster_state(self._service, self._model, kvferry.__version__))
+
+    async def route(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        reasons = self._service.reasons(request_id)
+        if reasons is None:
+            raise PlanNotFound(
+                f"no recent request {request_id!r}: only the last ones are remembered", param="request_id"
+            )
+        return _json({"request_id": request_id, "plans": reasons})
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._config.max_body_bytes)
+
+
+def _wants_usage(body: Generation) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _json(data: Any) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")
