@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -97,37 +98,22 @@ def _attend(
 
 
 def filter_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The least probability that stays is looked for among a row's few best, then among more, then among all.
-
-    Each look finds the same number or says that it cannot, so a row's result does not depend on its neighbours' need.
-    """
-    floor = torch.zeros_like(probs[:, :1])
-    open_rows = torch.arange(len(probs), device=probs.device)
-    for width in (64, 1024, probs.shape[-1]):
-        part = (probs[open_rows], top_k[open_rows], top_p[open_rows], min_p[open_rows])
-        best = part[0].topk(min(width, probs.shape[-1])).values
-        floor[open_rows], found = _least_kept(best, *part)
-        open_rows = open_rows[~found]
-        if not len(open_rows):
-            break
+    ordered = _falling(probs)
+    width = probs.shape[-1]
+    floor = torch.where(top_k[:, None] > 0, ordered.gather(1, top_k.clamp(1, width)[:, None] - 1), 0)
+    floor = torch.maximum(floor, ordered[:, :1] * min_p[:, None])
+    # The first token at which the mass reaches top_p of what min-p and top-k left is the last one kept.
+    mass = torch.where(ordered >= floor, ordered, 0).double().cumsum(-1)
+    short = (mass < mass[:, -1:] * top_p[:, None]).sum(-1, keepdim=True).clamp(max=width - 1)
+    floor = torch.where(top_p[:, None] < 1, torch.maximum(floor, ordered.gather(1, short)), floor)
     return torch.where(probs >= floor, probs, 0)
 
 
-def _least_kept(
-    best: torch.Tensor, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`best` [n, width]: the rows' largest probabilities, falling -> (floor [n, 1], whether it is sure [n])."""
-    width = best.shape[-1]
-    kth = best.gather(1, top_k.clamp(1, width)[:, None] - 1)
-    floor = torch.where(top_k[:, None] > 0, kth, 0)
-    floor = torch.maximum(floor, best[:, :1] * min_p[:, None])
-    # The first of the best at which the mass reaches top_p of what min-p and top-k left is the last one kept.
-    left = torch.where(probs >= floor, probs, 0).double().cumsum(-1)[:, -1:]
-    mass = torch.where(best >= floor, best, 0).double().cumsum(-1)
-    short = (mass < left * top_p[:, None]).sum(-1)
-    nucleus = best.gather(1, short.clamp(max=width - 1)[:, None])
-    floor = torch.where(top_p[:, None] < 1, torch.maximum(floor, nucleus), floor)
-    return floor, (top_k <= width) & ((top_p >= 1) | (short < width))
+def _falling(x: torch.Tensor) -> torch.Tensor:
+    """Rows sorted from large to small. numpy sorts values alone, some 20 times faster than torch on a CPU."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
+    return x.sort(-1, descending=True).values
 
 
 def draw_tokens(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ class DecodeService(pb_grpc.DecodeServicer):
     async def Session(self, _requests: Any, context: Stream) -> None:  # noqa: N802
         session = GatewaySession()
         self._sessions.add(session)
+        await context.write(pb.SessionReply(welcome=pb.Welcome(instance_id=self._node.instance_id)))
         writer = asyncio.create_task(session.write_forever(context))
         try:
-            await context.write(pb.SessionReply(welcome=pb.Welcome(instance_id=self._node.instance_id)))
             reader = asyncio.create_task(self._read(session, context))
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
             reader.cancel()
@@ -109,8 +109,9 @@ class DecodeService(pb_grpc.DecodeServicer):
             index=index,
         )
         if index == 0 and spec.prefill:
-            uncached = seq.num_tokens - loaded.engine.num_cached_tokens(seq)
-            seq.receive = uncached > self._local_limit(loaded) and seq.num_cacheable_blocks > 0
+            cached = loaded.engine.num_cached_tokens(seq)
+            missing_blocks = seq.num_cacheable_blocks - cached // seq.block_size
+            seq.receive = missing_blocks > 0 and seq.num_tokens - cached > self._local_limit(loaded)
         self._by_key[seq.key] = (request, index)
         try:
             loaded.engine.submit(seq)

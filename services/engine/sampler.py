@@ -54,11 +54,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
     if not rows:
         return []
-    token_ids = logits.argmax(-1)
     special = [i for i, row in enumerate(rows) if _is_drawn(row) or _is_edited(row)]
-    if special:
-        chosen = _sample_special(logits[special], [rows[i] for i in special])
-        token_ids[torch.tensor(special, device=logits.device)] = chosen
+    if not special:
+        return _with_logprobs(logits, rows, logits.argmax(-1))
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    if plain := sorted(set(range(len(rows))).difference(special)):
+        token_ids[plain] = logits[plain].argmax(-1)
+    token_ids[special] = _sample_special(logits[special], [rows[i] for i in special])
     return _with_logprobs(logits, rows, token_ids)
 
 
@@ -76,10 +78,12 @@ def _is_edited(row: SampleRow) -> bool:
 def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Tokens [n] for a private copy of the rows' logits, which it changes."""
     _edit(logits, rows)
-    token_ids = logits.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if _is_drawn(row)]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    token_ids = logits.argmax(-1)
     if drawn:
-        token_ids[torch.tensor(drawn, device=logits.device)] = _draw(logits[drawn], [rows[i] for i in drawn])
+        token_ids[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
     return token_ids
 
 

@@ -157,9 +157,12 @@ class Scheduler:
                 return
             self.waiting.popleft()
             seq.admitted_s = seq.admitted_s or time.monotonic()
-            if seq.receive:
+            if seq.receive and seq.num_cacheable_blocks > seq.num_named_blocks:
                 seq.status = Status.RECEIVING
                 step.admitted.append(seq)
+            elif seq.receive:  # its blocks have come into the cache meanwhile
+                seq.receive = False
+                self.received.append(seq)
             else:
                 budget -= self._start(step, seq, budget)
 

@@ -17,7 +17,7 @@ from kvferry.common.errors import ConfigError, Draining, IndexUnavailable
 from kvferry.common.log import setup_logging
 from kvferry.common.models import resolve_model
 from kvferry.services.gateway import errors, server
-from kvferry.services.gateway.http import RequestIds
+from kvferry.services.gateway.asgi import RequestIds
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import POLL_S, NodeTable, PrefixLookup
@@ -58,7 +58,7 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """What works in the background: the node table is kept fresh, sessions live in the pool."""
-        await self.table.refresh()
+        await self._look()
         async with self.pool:
             watch = asyncio.create_task(self._watch_nodes())
             try:
@@ -71,10 +71,14 @@ class Gateway:
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                await self.table.refresh()
+                await self._look()
             except Exception:  # a bug in an index must not freeze the node table
                 log.exception("cannot read the node table")
-            self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
+
+    async def _look(self) -> None:
+        await self.table.refresh()
+        self.metrics.index_up.set(self.table.index_ok)
+        self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
 
     def drain(self) -> None:
         """No new requests. Discovery goes on until the last one has ended."""
@@ -87,6 +91,10 @@ class Gateway:
 def main(config: Config) -> int:
     """Runs the gateway until SIGTERM or SIGINT and returns its exit code. Raises StartupError for the CLI to print."""
     setup_logging(config.cluster.log_level, config.cluster.log_format)
+    for name in ("uvicorn", "asyncio"):  # their warnings in our format
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = logging.getLogger("kvferry").handlers, False
+        logger.setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

@@ -24,7 +24,7 @@ log = logging.getLogger("kvferry.gateway")
 RETRY_AFTER_S = 1
 
 
-class BodyTooLarge(KvferryError):  # noqa: N818
+class BodyTooLarge(KvferryError):
     code = "body_too_large"
     http_status = 413
     type = "invalid_request_error"

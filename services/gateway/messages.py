@@ -96,10 +96,10 @@ def _part(part: object, at: str) -> str:
     return text
 
 
-def check_tools(tools: Sequence[object], choice: str | Mapping[str, Any] | None) -> None:
+def check_tools(tools: Sequence[object], choice: object) -> None:
     """Raises BadRequest on tools that are malformed or contradict `tool_choice`, and on any that would be called."""
     names = [_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+    if not isinstance(choice, Mapping) and choice not in (None, "none", "auto", "required"):
         _refuse("tool_choice", f"must be none, auto, required or a function, got {choice!r}")
     if choice not in (None, "none") and not names:
         _refuse("tool_choice", "needs tools")

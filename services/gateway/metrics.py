@@ -44,12 +44,15 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens accepted")
         self.cached_tokens = counter("prompt_tokens_cached", "prompt tokens found in a cache")
         self.generation_tokens = counter("generation_tokens", "tokens produced")
+        self.index_up = Gauge(
+            "kvferry:index_up", "1 while the index answers, 0 while requests go on without", registry=registry
+        )
         self.index_lookups = counter("index_lookups", "prefix lookups answered")
         self.index_failures = counter("index_lookup_failures", "prefix lookups failed or too late")
         self.retries = counter("request_retries", "submissions repeated on another node before any token")
         self.aborted = counter("requests_aborted", "HTTP requests whose client left")
         self.stalled = counter("client_stalls", "HTTP requests whose client accepted nothing for too long")
-        self.refused = counter("requests_refused", "HTTP requests answered with an error", ("code",))
+        self.errors = counter("request_errors", "admitted HTTP requests that ended in an error", ("code",))
 
     def first_token_came(self, seconds: float, times: RequestTimes) -> None:
         self.first_token.observe(seconds)

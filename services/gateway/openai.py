@@ -215,7 +215,7 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: TokenCount | None = None
     tools: list[Any] = []
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Any = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None

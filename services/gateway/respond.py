@@ -17,7 +17,7 @@ from kvferry.common.errors import Internal, KvferryError
 from kvferry.services.gateway.choice import Piece
 from kvferry.services.gateway.errors import ClientStalled, error_body, error_response, log
 from kvferry.services.gateway.responses import DONE, Writer, error_event
-from kvferry.services.gateway.serving import Run
+from kvferry.services.gateway.run import Run
 
 ABORT_EXTENSION = "kvferry.abort"
 """ASGI scope extension: its `abort` drops the connection without waiting for the client to accept what is left."""
@@ -84,7 +84,7 @@ class RunResponse(Response):
         except ClientStalled:
             raise
         except KvferryError as exc:
-            run.metrics.refused.labels(exc.code).inc()
+            run.metrics.errors.labels(exc.code).inc()
             await self._send_error(exc, scope, receive, send)
         except Exception:
             log.exception("request %s failed in the gateway", run.job.request_id)

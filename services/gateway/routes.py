@@ -14,8 +14,8 @@ from starlette.responses import Response
 import kvferry
 from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import Draining, KvferryError, Unavailable
+from kvferry.services.gateway.asgi import read_body
 from kvferry.services.gateway.cluster import cluster_state
-from kvferry.services.gateway.http import read_body
 from kvferry.services.gateway.intake import Intake, Job
 from kvferry.services.gateway.openai import (
     ChatRequest,
@@ -26,10 +26,11 @@ from kvferry.services.gateway.openai import (
 )
 from kvferry.services.gateway.respond import RunResponse
 from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
+from kvferry.services.gateway.run import Run
 from kvferry.services.gateway.serving import Service
 
 
-class PlanNotFound(KvferryError):  # noqa: N818
+class PlanNotFound(KvferryError):
     code = "plan_not_found"
     http_status = 404
     type = "invalid_request_error"
@@ -80,7 +81,7 @@ class Routes:
 
     def _run(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter) -> Response:
         return RunResponse(
-            self._service.start(job),
+            Run(self._service, job),
             writer,
             stream=body.stream,
             include_usage=_wants_usage(body),

@@ -49,7 +49,7 @@ class _Protocol(HttpToolsProtocol):
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn with our own signals: it would end by raising SIGTERM once more, and exit non-zero."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
@@ -65,6 +65,21 @@ class _Server(uvicorn.Server):
         yield
 
 
+def uvicorn_config(app: Any, drain_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
+        backlog=LISTEN_BACKLOG,
+    )
+
+
 async def serve(
     app: Any,
     listener: socket.socket,
@@ -78,19 +93,7 @@ async def serve(
 
     A second signal ends the grace period at once.
     """
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
-        backlog=LISTEN_BACKLOG,
-    )
-    server = _Server(config, on_ready)
+    server = Server(uvicorn_config(app, drain_s), on_ready)
     loop = asyncio.get_running_loop()
     grace: list[asyncio.TimerHandle] = []
 

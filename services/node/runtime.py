@@ -106,6 +106,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             await self.membership.leave(self.context.instance_id)
             await self.service.aclose()
             await server.stop(1.0)
+            self.context.require_loaded().leases.release_all()
         if self._failure is not None:
             log.error("%s ends: %s", self.context.node_id, self._failure)
         return int(self._failure is not None)
@@ -147,9 +148,10 @@ class NodeRuntime(pb_grpc.NodeServicer):
             build_engine, self.config, self.context.role, instance_id, self._report_from_engine
         )
         stack.callback(built.segment.close)
+        stack.callback(self.blocks.close)
         leases = LeaseTable(built.engine.pin, built.engine.unpin, lease_s=node.lease_s)
         self.blocks.serve(built.card, built.segment, leases, node.transports)
-        puller = Puller(built.card, instance_id, built.segment, node.transports)
+        puller = Puller(built.card, instance_id, built.segment, node.transports, timeout_s=node.peer_timeout_s)
         metrics = NodeMetrics(self._node_load)
         self.context.loaded = LoadedNode(
             built.engine, built.card, built.model_config, built.max_model_len, leases, puller, metrics

@@ -25,8 +25,9 @@ def to_status(error: err.KvferryError) -> tuple[grpc.StatusCode, str]:
 
 def from_rpc_error(error: grpc.RpcError, who: str) -> err.KvferryError:
     """What a failed RPC means here; `who` names the peer in the message."""
-    code: grpc.StatusCode = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details: str = (error.details() if isinstance(error, grpc.Call) else "") or code.name
+    known = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    code: grpc.StatusCode = error.code() if known else grpc.StatusCode.UNKNOWN
+    details: str = (error.details() if known else "") or code.name
     name, _, message = details.partition(": ")
     cls = err.BY_CODE.get(name) or _FROM_STATUS.get(code, err.Unavailable)
     return cls(f"{who}: {message or details}")

@@ -32,14 +32,12 @@ of two pools, bytes, and leases. One block, seen from both sides; each arrow say
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-
-from kvferry.common.errors import BY_CODE, KvferryError, from_code
-from kvferry.services.rpc.errors import from_rpc_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Peer:
     num_blocks: int
     offers: tuple[str, ...]  # transports, in the owner's order of preference
     shm: ShmOffer | None
-    channel: grpc.aio.Channel
+    channel: grpc.aio.Channel  # open for other calls, too, as long as one holds this object
 
     def __str__(self) -> str:
         return f"node {self.instance_id} at {self.address}"
@@ -104,10 +102,7 @@ class Transport(Protocol):
         """Frees everything. A second call does nothing."""
 
 
-def failure(error: grpc.RpcError, who: str) -> KvferryError:
-    """`from_rpc_error` for calls of grpc.aio, whose errors are no `grpc.Call`."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        code, _, message = (error.details() or "").partition(": ")
-        if code in BY_CODE:
-            return from_code(code, f"{who}: {message}")
-    return from_rpc_error(error, who)
+def was_cancelled() -> bool:
+    """Whether a CancelledError is meant for this task; else gRPC or a shared task raised it: an error like others."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -15,7 +15,8 @@ import numpy as np
 from kvferry.common.errors import TransferFailed
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
-from kvferry.services.transfer.base import Peer, failure
+from kvferry.services.rpc.errors import from_rpc_error
+from kvferry.services.transfer.base import Peer, was_cancelled
 from kvferry.services.transfer.copier import Copier
 from kvferry.services.transfer.segment import PoolSegment
 
@@ -44,7 +45,7 @@ class GrpcTransport:
 
     async def _runs(self, source: Peer, lease_id: str, block_ids: Sequence[int]) -> AsyncGenerator[pb.BlockData]:
         """The owner's messages, its failures as ours. Ends only when the owner has said that all was well."""
-        stub = pb_grpc.BlocksStub(source.channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.BlocksStub(source.channel)
         call = stub.Read(pb.ReadRequest(lease_id=lease_id, block_ids=block_ids))
         try:
             while True:
@@ -54,12 +55,11 @@ class GrpcTransport:
                     return
                 yield message
         except grpc.RpcError as exc:
-            raise failure(exc, str(source)) from exc
+            raise from_rpc_error(exc, str(source)) from exc
         except TimeoutError as exc:
             raise TransferFailed(f"{source} sent nothing for {self._timeout_s:g} s") from exc
         except asyncio.CancelledError as exc:
-            task = asyncio.current_task()
-            if task and task.cancelling():
+            if was_cancelled():
                 raise
             raise TransferFailed(f"{source}: the channel was closed during the read") from exc
         finally:

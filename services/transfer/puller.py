@@ -19,7 +19,8 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import open_channel
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
-from kvferry.services.transfer.base import Peer, PullResult, ShmOffer, Transport, failure
+from kvferry.services.rpc.errors import from_rpc_error
+from kvferry.services.transfer.base import Peer, PullResult, ShmOffer, Transport, was_cancelled
 from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
@@ -51,8 +52,6 @@ class _Link:
     peer: Peer
     usable: list[str]  # transports that work for this pair, best first; pulls use the first
     refused: dict[str, str] = field(default_factory=dict)  # transport -> why it is not used
-    num_pulls: int = 0  # under way
-    dropped: bool = False
 
     @property
     def info(self) -> LinkInfo:
@@ -84,7 +83,6 @@ class Puller:
         self.fallbacks = 0
         self._links: dict[str, _Link] = {}
         self._connecting: dict[tuple[str, str], asyncio.Task[_Link]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def links(self) -> list[LinkInfo]:
@@ -113,12 +111,7 @@ class Puller:
         if not src_block_ids:
             return PullResult(link.usable[0], 0, 0, 0.0)
         started = time.perf_counter()
-        link.num_pulls += 1
-        try:
-            name = await self._pull(link, lease_id, src_block_ids, dst_block_ids)
-        finally:
-            link.num_pulls -= 1
-            self._close_when_idle(link)
+        name = await self._pull(link, lease_id, src_block_ids, dst_block_ids)
         num_bytes = len(src_block_ids) * self._block_bytes
         result = PullResult(name, len(src_block_ids), num_bytes, time.perf_counter() - started)
         stats = self.stats[name]
@@ -151,7 +144,10 @@ class Puller:
                 log.warning("%s: %s failed (%s), going on with %s", link.peer, name, exc, link.usable[0])
 
     def drop(self, instance_id: str) -> None:
-        """Forgets the peer: it is dead or replaced. Pulls under way end by themselves. Idempotent."""
+        """Forgets the peer: it is dead or replaced. Idempotent.
+
+        Calls under way end by themselves: the channel closes when the last who holds the `Peer` lets go of it.
+        """
         if link := self._links.get(instance_id):
             self._drop(link)
 
@@ -163,7 +159,6 @@ class Puller:
         for link in list(self._links.values()):
             self._drop(link)
             await link.peer.channel.close()
-        await asyncio.gather(*self._closing)
         for transport in self.transports_by_name.values():
             await transport.aclose()
 
@@ -177,7 +172,12 @@ class Puller:
             task = asyncio.create_task(self._connect(address, instance_id))
             self._connecting[key] = task
             task.add_done_callback(lambda done: self._connected(key, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError as exc:
+            if was_cancelled():
+                raise
+            raise Unavailable(f"node {instance_id} at {address}: this node is closing its links") from exc
 
     def _connected(self, key: tuple[str, str], task: asyncio.Task[_Link]) -> None:
         del self._connecting[key]
@@ -203,11 +203,11 @@ class Puller:
         request = pb.HandshakeRequest(card=card_to_pb(self._card), instance_id=self._instance_id)
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await pb_grpc.BlocksStub(channel).Handshake(request)  # type: ignore[no-untyped-call]
+                reply = await pb_grpc.BlocksStub(channel).Handshake(request)
         except TimeoutError as exc:
             raise Unavailable(f"{who} did not answer within {self._timeout_s:g} s") from exc
         except grpc.RpcError as exc:
-            raise failure(exc, who) from exc
+            raise from_rpc_error(exc, who) from exc
         if reply.instance_id != instance_id:
             raise Unavailable(f"expected {instance_id} at {address}, found {reply.instance_id}: it was restarted")
         self._card.check_compatible(card_from_pb(reply.card), who)
@@ -233,26 +233,18 @@ class Puller:
                 link.usable.append(name)
             except TimeoutError:
                 link.refused[name] = f"not open within {self._timeout_s:g} s"
-            except KvferryError as exc:
-                link.refused[name] = exc.message
+            except Exception as exc:  # whatever keeps it from opening, the next one may
+                link.refused[name] = str(exc)
         if not link.usable:
             why = "; ".join(f"{name}: {reason}" for name, reason in link.refused.items())
             raise Unavailable(f"{peer}: no transport in common ({why}); it offers {', '.join(peer.offers) or 'none'}")
         return link
 
     def _drop(self, link: _Link) -> None:
-        link.dropped = True
         if self._links.get(link.peer.instance_id) is link:
             del self._links[link.peer.instance_id]
             for transport in self.transports_by_name.values():
                 transport.drop(link.peer.instance_id)
-        self._close_when_idle(link)
-
-    def _close_when_idle(self, link: _Link) -> None:
-        if link.dropped and not link.num_pulls:
-            task = asyncio.create_task(link.peer.channel.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
 
 
 def _make_transport(name: str, segment: PoolSegment, timeout_s: float) -> Transport:

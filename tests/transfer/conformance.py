@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ from kvferry.services.transfer.server import BlocksServicer
 
 SHM_DIR = "/dev/shm"
 TIMEOUT_S = 1.0
-BOUND_S = TIMEOUT_S + 1.0
+BOUND_S = TIMEOUT_S + 3.0
 """Within this a pull from a dead or silent owner must have ended."""
 POISON = 0xEE
 CARD = LayoutCard("fingerprint", "numerics", "float32", 16, 2, 1, 8, "0")
@@ -60,7 +60,6 @@ class Owner:
     segment: PoolSegment
     leases: LeaseTable
     address: str = ""
-    pinned: list[int] = field(default_factory=list)
 
     def lease(self, block_ids: Sequence[int]) -> str:
         lease_id = self.leases.open("test").lease_id
@@ -82,7 +81,7 @@ async def serve(
     owner = Owner(instance_id or secrets.token_hex(8), segment, leases or LeaseTable(_nothing, _nothing, lease_s=60.0))
     servicer = BlocksServicer(owner.instance_id)
     servicer.serve(card, segment, owner.leases, transports)
-    server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())  # type: ignore[no-untyped-call]
+    server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())
     port = await server.start("127.0.0.1", port)
     owner.address = f"127.0.0.1:{port}"
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -296,8 +298,36 @@ def test_a_waiter_that_leaves_does_not_end_the_handshake_of_the_others() -> None
     asyncio.run(body())
 
 
-def test_a_peer_dropped_during_a_pull_ends_the_pull_by_itself() -> None:
-    """Its channel is closed when the last pull on it has ended, not under it."""
+def test_who_waits_for_a_handshake_when_the_puller_closes_gets_an_error_and_is_not_cancelled() -> None:
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with puller() as own:
+                connect = asyncio.create_task(own.connect(f"127.0.0.1:{silent.getsockname()[1]}", "gone"))
+                await asyncio.sleep(0.05)
+                await own.aclose()
+                with pytest.raises(Unavailable, match="closing"):
+                    await connect
+
+    asyncio.run(body())
+
+
+def test_a_dropped_peers_channel_lives_as_long_as_somebody_uses_it() -> None:
+    async def body() -> None:
+        async with owner() as peer_node, puller(transports=("grpc",)) as own:
+            peer = await own.connect(peer_node.address, peer_node.instance_id)
+            channel = weakref.ref(peer.channel)
+            own.drop(peer_node.instance_id)
+            gc.collect()
+            transport = own.transports_by_name["grpc"]
+            await transport.pull(peer, peer_node.lease([1]), [1], [1])
+            del peer
+            gc.collect()
+            assert channel() is None
+
+    asyncio.run(body())
+
+
+def test_a_peer_dropped_during_a_pull_does_not_end_the_pull() -> None:
 
     async def body() -> None:
         with owner_process(64, 2**20, slow_s=0.01) as slow:

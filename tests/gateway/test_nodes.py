@@ -1,0 +1,199 @@
+"""The node table and the prefix lookup go on when the index does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from kvferry.common.errors import IndexUnavailable
+from kvferry.common.hashing import block_names, root_name
+from kvferry.common.nodes import NodeRecord, Role
+from kvferry.services.gateway.metrics import GatewayMetrics
+from kvferry.services.gateway.nodes import (
+    EMPTY_GRACE_S,
+    INDEX_PAUSE_S,
+    MIN_REFRESH_S,
+    Ledger,
+    NodeTable,
+    PrefixLookup,
+)
+from kvferry.services.gateway.router import InFlight, RouteRequest, choose
+from kvferry.services.index.memory import MemoryIndex
+from tests.gateway.fake_decode import CARD
+from tests.gateway.test_router import node
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FlakyIndex(MemoryIndex):
+    """Fails or hangs on demand; counts lookups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.hangs = False
+        self.num_lookups = 0
+
+    async def nodes(self) -> list[NodeRecord]:
+        if self.fails:
+            raise IndexUnavailable("gone")
+        return await super().nodes()
+
+    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+        self.num_lookups += 1
+        if self.fails:
+            raise IndexUnavailable("gone")
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().match(names)
+
+
+def test_the_last_known_nodes_stay_while_the_index_is_away() -> None:
+    async def scenario() -> None:
+        clock, index = Clock(), FlakyIndex()
+        table = NodeTable(index, "tiny", clock)
+        await index.announce(node("a"), 60)
+        await table.refresh()
+        index.fails = True
+        clock.now += 3600
+        await table.refresh()
+        assert [n.node_id for n in table.nodes] == ["a"]
+        assert not table.index_ok
+        index.fails = False
+        await index.announce(node("b"), 60)
+        clock.now += 1
+        await table.refresh()
+        assert [n.node_id for n in table.nodes] == ["a", "b"]
+        assert table.index_ok
+
+    asyncio.run(scenario())
+
+
+def test_a_flushed_index_is_not_believed_at_once_but_a_leaving_node_is() -> None:
+    async def scenario() -> None:
+        clock, index = Clock(), MemoryIndex()
+        table = NodeTable(index, "tiny", clock)
+        await index.announce(node("a"), 60)
+        await index.announce(node("b"), 60)
+        await table.refresh()
+        await index.withdraw("i-b")
+        clock.now += 1
+        await table.refresh()
+        assert [n.node_id for n in table.nodes] == ["a"]
+        await index.withdraw("i-a")
+        clock.now += EMPTY_GRACE_S - 1
+        await table.refresh()
+        assert [n.node_id for n in table.nodes] == ["a"]
+        clock.now += 2
+        await table.refresh()
+        assert table.nodes == ()
+
+    asyncio.run(scenario())
+
+
+def test_refreshing_again_at_once_does_not_ask_again() -> None:
+    async def scenario() -> None:
+        clock, index = Clock(), MemoryIndex()
+        table = NodeTable(index, "tiny", clock)
+        await table.refresh()
+        await index.announce(node("a"), 60)
+        await asyncio.gather(table.refresh(), table.refresh())
+        assert table.nodes == ()
+        clock.now += 2 * MIN_REFRESH_S
+        await table.refresh()
+        assert len(table.nodes) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_node_of_another_model_is_not_used() -> None:
+    async def scenario() -> None:
+        index = MemoryIndex()
+        table = NodeTable(index, "tiny")
+        await index.announce(replace(node("a"), model="other"), 60)
+        await table.refresh()
+        assert table.nodes == ()
+        assert [n.node_id for n in table.strangers] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_the_context_limit_is_one_that_every_node_can_take() -> None:
+    async def scenario() -> None:
+        index = MemoryIndex()
+        table = NodeTable(index, "tiny")
+        assert table.max_model_len is None
+        await index.announce(node("a"), 60)
+        await index.announce(replace(node("p", Role.PREFILL), max_model_len=100), 60)
+        await table.refresh()
+        assert table.max_model_len == 100
+
+    asyncio.run(scenario())
+
+
+def lookup(index: MemoryIndex, clock: Clock, timeout_s: float = 0.05) -> tuple[PrefixLookup, GatewayMetrics]:
+    metrics = GatewayMetrics(CollectorRegistry())
+    return PrefixLookup(index, timeout_s, metrics, clock), metrics
+
+
+IDS = list(range(40))
+NAMES = block_names(root_name("fake-model", "fake-numerics", ""), IDS, 16)
+
+
+def test_a_lookup_finds_what_a_node_stored_under_the_shared_names() -> None:
+    async def scenario() -> None:
+        index = FlakyIndex()
+        await index.announce(node("a"), 60)
+        await index.store("i-a", NAMES[:1])
+        prefixes, _ = lookup(index, Clock())
+        assert await prefixes.match(IDS, "", [CARD]) == {"i-a": 1}
+        assert await prefixes.match(IDS, "another tenant", [CARD]) == {}
+        other = replace(CARD, numerics_id="other")
+        assert await prefixes.match(IDS, "", [other, CARD]) == {"i-a": 1}
+        before = index.num_lookups
+        assert await prefixes.match(IDS[:15], "", [CARD]) == {}
+        assert index.num_lookups == before, "no full block, nothing to ask"
+
+    asyncio.run(scenario())
+
+
+def test_a_failing_or_hanging_index_costs_one_timeout_and_is_then_left_alone() -> None:
+    async def scenario(*, hangs: bool) -> None:
+        clock, index = Clock(), FlakyIndex()
+        await index.announce(node("a"), 60)
+        await index.store("i-a", NAMES)
+        index.hangs, index.fails = hangs, not hangs
+        prefixes, metrics = lookup(index, clock)
+        for _ in range(20):
+            assert await prefixes.match(IDS, "", [CARD]) == {}
+        assert index.num_lookups == 1
+        assert metrics.registry.get_sample_value("kvferry:index_lookup_failures_total") == 1
+        index.hangs = index.fails = False
+        clock.now += INDEX_PAUSE_S
+        assert await prefixes.match(IDS, "", [CARD]) == {"i-a": 2}
+
+    asyncio.run(scenario(hangs=True))
+    asyncio.run(scenario(hangs=False))
+
+
+def test_the_ledger_returns_to_nothing_however_often_entries_are_closed() -> None:
+    ledger = Ledger()
+    plan = choose(RouteRequest("r", 100), [node("d", Role.DECODE), node("p", Role.PREFILL)], {"i-p": 5})
+    entry, other = ledger.open(plan, 3), ledger.open(plan, 1)
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 200)}
+    entry.prompt_done()
+    entry.prompt_done()
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 100)}
+    entry.close()
+    entry.close()
+    other.close()
+    assert ledger.in_flight == {}

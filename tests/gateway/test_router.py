@@ -1,0 +1,217 @@
+"""The router never picks a node that cannot work, and more load or fewer cached blocks never make a node better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvferry.common.errors import Draining, Unavailable
+from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
+from kvferry.services.gateway.router import InFlight, Plan, RouteRequest, choose
+from tests.gateway.fake_decode import CARD
+
+
+def node(name: str, role: Role = Role.BOTH, state: NodeState = NodeState.READY, **load: float) -> NodeRecord:
+    return NodeRecord(
+        instance_id=f"i-{name}",
+        node_id=name,
+        role=role,
+        address=f"{name}:1",
+        model="tiny",
+        card=CARD,
+        max_model_len=4096,
+        state=state,
+        load=NodeLoad(**load),  # type: ignore[arg-type]
+    )
+
+
+loads = st.builds(
+    NodeLoad,
+    num_running=st.integers(0, 64),
+    num_waiting=st.integers(0, 64),
+    num_waiting_tokens=st.integers(0, 20_000),
+    prefill_tokens_per_s=st.sampled_from([0.0, 500.0, 2000.0, 50_000.0]),
+    step_ms=st.sampled_from([0.0, 10.0, 80.0]),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[RouteRequest, list[NodeRecord], dict[str, int]]:
+    nodes = [
+        replace(node(f"n{number}", draw(st.sampled_from(Role)), draw(st.sampled_from(NodeState))), load=draw(loads))
+        for number in range(draw(st.integers(1, 6)))
+    ]
+    matches = {n.instance_id: draw(st.integers(0, 40)) for n in nodes if draw(st.booleans())}
+    flights = st.builds(InFlight, num_requests=st.integers(0, 64), num_prompt_tokens=st.integers(0, 20_000))
+    mine = {n.instance_id: draw(flights) for n in nodes if draw(st.booleans())}
+    excluded = frozenset(n.instance_id for n in nodes if draw(st.integers(0, 5)) == 0)
+    tokens = draw(st.integers(1, 4000))
+    return RouteRequest(draw(st.text("abc", max_size=4)), tokens, mine, excluded), nodes, matches
+
+
+def plan_of(request: RouteRequest, nodes: list[NodeRecord], matches: dict[str, int]) -> Plan:
+    try:
+        return choose(request, nodes, matches)
+    except Unavailable:
+        assume(False)
+        raise
+
+
+@given(clusters())
+def test_only_nodes_that_are_ready_and_of_the_right_role(
+    cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]],
+) -> None:
+    request, nodes, matches = cluster
+    ready = {n.instance_id: n for n in nodes if n.state is NodeState.READY and n.instance_id not in request.excluded}
+    can_decode = any(n.role is not Role.PREFILL for n in ready.values())
+    try:
+        plan = choose(request, nodes, matches)
+    except Unavailable:
+        assert not can_decode
+        return
+    assert can_decode
+    assert ready[plan.decode.instance_id].role is not Role.PREFILL
+    assert all(ready[candidate.instance_id].role is Role.PREFILL for candidate in plan.prefill)
+    assert not plan.prefill or plan.decode.role is Role.DECODE
+
+
+@given(clusters(), st.randoms())
+def test_same_question_same_answer_whatever_the_order_of_nodes(
+    cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]], random: object
+) -> None:
+    request, nodes, matches = cluster
+    plan = plan_of(request, nodes, matches)
+    shuffled = list(nodes)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    again = choose(request, shuffled, dict(reversed(matches.items())))
+    assert again.decode == plan.decode
+    assert again.prefill == plan.prefill
+
+
+@given(clusters(), st.integers(1, 50), st.integers(0, 5000))
+def test_a_node_that_was_not_chosen_is_not_chosen_with_more_load(
+    cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]], requests: int, tokens: int
+) -> None:
+    request, nodes, matches = cluster
+    plan = plan_of(request, nodes, matches)
+    for at, other in enumerate(nodes):
+        if other.role is Role.PREFILL or other == plan.decode:
+            continue
+        load = replace(
+            other.load,
+            num_running=other.load.num_running + requests,
+            num_waiting_tokens=other.load.num_waiting_tokens + tokens,
+        )
+        busier = [*nodes[:at], replace(other, load=load), *nodes[at + 1 :]]
+        assert choose(request, busier, matches).decode.instance_id == plan.decode.instance_id
+
+
+@given(clusters(), st.integers(1, 40))
+def test_the_chosen_node_stays_chosen_with_more_cached(
+    cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]], blocks: int
+) -> None:
+    request, nodes, matches = cluster
+    plan = plan_of(request, nodes, matches)
+    chosen = plan.decode.instance_id
+    more = matches | {chosen: matches.get(chosen, 0) + blocks}
+    assert choose(request, nodes, more).decode.instance_id == chosen
+
+
+@given(st.lists(loads, min_size=2, max_size=5), st.integers(1, 4000), st.data())
+def test_the_first_prefill_candidate_stays_first_with_more_cached(
+    prefill_loads: list[NodeLoad], tokens: int, data: st.DataObject
+) -> None:
+    prefill = [replace(node(f"p{n}", Role.PREFILL), load=load) for n, load in enumerate(prefill_loads)]
+    nodes = [node("d", Role.DECODE), *prefill]
+    matches = {n.instance_id: data.draw(st.integers(0, 40)) for n in nodes}
+    first = choose(RouteRequest("r", tokens), nodes, matches).prefill[0].instance_id
+    more = matches | {first: matches[first] + data.draw(st.integers(1, 40))}
+    assert choose(RouteRequest("r", tokens), nodes, more).prefill[0].instance_id == first
+
+
+def test_a_cached_prefix_attracts() -> None:
+    nodes = [node("a"), node("b")]
+    for salt in "pqrst":
+        assert choose(RouteRequest(salt, 512), nodes, {"i-b": 31}).decode.node_id == "b"
+
+
+def test_load_outweighs_a_cached_prefix() -> None:
+    nodes = [node("a"), node("b", num_running=60, step_ms=30.0)]
+    assert choose(RouteRequest("r", 512), nodes, {"i-b": 31}).decode.node_id == "a"
+
+
+def test_equal_nodes_share_equally() -> None:
+    nodes = [node(name) for name in "abcd"]
+    chosen = [choose(RouteRequest(f"request-{n}", 100), nodes, {}).decode.node_id for n in range(400)]
+    assert all(60 < chosen.count(name) < 140 for name in "abcd")
+
+
+def test_a_hot_prefix_spreads_when_requests_in_flight_are_counted() -> None:
+    """400 requests of one prefix, 64 at a time, 4 nodes: the busiest gets less than twice the mean."""
+    nodes = [node(name) for name in "abcd"]
+    matches: dict[str, int] = {}
+    running: list[str] = []
+    served: list[str] = []
+    hits = 0
+    for number in range(400):
+        flights = {name: InFlight(running.count(name)) for name in set(running)}
+        chosen = choose(RouteRequest(f"r{number}", 512, flights), nodes, matches).decode.instance_id
+        hits += chosen in matches
+        matches[chosen] = 32
+        served.append(chosen)
+        running.append(chosen)
+        if len(running) == 64:
+            running.pop(0)
+    counts = [served.count(n.instance_id) for n in nodes]
+    assert max(counts) < 2 * 400 / 4
+    assert hits / 400 > 0.8
+
+
+def test_prefill_candidates_come_cheapest_first() -> None:
+    nodes = [
+        node("d", Role.DECODE),
+        node("busy", Role.PREFILL, num_waiting_tokens=5000),
+        node("warm", Role.PREFILL),
+        node("cold", Role.PREFILL),
+    ]
+    plan = choose(RouteRequest("r", 1000), nodes, {"i-warm": 20})
+    assert [c.instance_id for c in plan.prefill] == ["i-warm", "i-cold", "i-busy"]
+    assert plan.prefill[0].cached_blocks == 20
+    assert plan.prefill[0].address == "warm:1"
+
+
+def test_a_prefill_node_with_another_layout_is_not_offered() -> None:
+    other = replace(node("p", Role.PREFILL), card=replace(CARD, block_size=32))
+    same = replace(node("q", Role.PREFILL), card=replace(CARD, version="newer"))
+    plan = choose(RouteRequest("r", 1000), [node("d", Role.DECODE), other, same], {})
+    assert [c.instance_id for c in plan.prefill] == ["i-q"]
+
+
+def test_nobody_there_is_unavailable_and_everyone_leaving_is_draining() -> None:
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        choose(RouteRequest("r", 10), [node("p", Role.PREFILL)], {})
+    with pytest.raises(Draining):
+        choose(RouteRequest("r", 10), [node("d", state=NodeState.DRAINING)], {})
+
+
+def test_the_reasons_name_every_candidate_and_their_terms() -> None:
+    nodes = [node("d", Role.DECODE), node("e", Role.DECODE, num_running=3), node("p", Role.PREFILL)]
+    plan = choose(RouteRequest("r", 100), nodes, {"i-p": 2})
+    reasons = plan.reasons()
+    assert {c["node_id"] for c in reasons["decode_candidates"]} == {"d", "e"}
+    assert reasons["prefill_candidates"][0]["matched_blocks"] == 2
+    assert set(reasons["decode_candidates"][0]["cost"]) == {"queue_ms", "compute_ms", "transfer_ms", "pressure_ms"}
+    assert plan.compact().startswith("decode=d prefill=p matched=0 cost_ms=")
+
+
+def test_a_large_fleet_is_decided_in_milliseconds() -> None:
+    import time
+
+    nodes = [node(f"d{n}", Role.DECODE) for n in range(512)] + [node(f"p{n}", Role.PREFILL) for n in range(512)]
+    matches = {n.instance_id: 10 for n in nodes}
+    started = time.perf_counter()
+    choose(RouteRequest("r", 2000), nodes, matches)
+    assert time.perf_counter() - started < 0.5
