@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention as cpu_attention
+from kvferry.kernels.cpu import attention_plan as cpu_plan
 from kvferry.kernels.cpu import numerics as cpu_numerics
 from kvferry.kernels.cpu.dense import PackedLinear
 
@@ -89,7 +90,7 @@ class AttentionPlan:
     block_tables: torch.Tensor  # [num_seqs, max_num_blocks] int64
     query_starts: tuple[int, ...]  # num_seqs + 1
     context_lens: tuple[int, ...]  # num_seqs
-    cpu: cpu_attention.AttentionPlan | None
+    cpu: cpu_plan.AttentionPlan | None
 
 
 def plan_attention(
@@ -107,7 +108,7 @@ def plan_attention(
         if context_len + query_starts[i + 1] - query_starts[i] > num_slots:
             raise ValueError(f"sequence {i} ends past the {num_slots} positions of its block table")
     on_cpu = kv_cache.device.type == "cpu"
-    cpu = cpu_attention.plan_attention(kv_cache, block_tables, query_starts, context_lens) if on_cpu else None
+    cpu = cpu_plan.plan_attention(kv_cache, block_tables, query_starts, context_lens) if on_cpu else None
     return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu)
 
 

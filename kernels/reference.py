@@ -4,9 +4,9 @@ A faster kernel lies beside this file and is tested against it, bit for bit wher
 of requests, blocks' owners or models: tensors in, tensors out.
 
 A row's bits must depend on that row alone, never on its neighbours, its index or the number of threads. Of torch's
-CPU ops only some keep that (tests/kernels/test_invariance.py): `exp`, `softmax`, `log_softmax`, `rms_norm`, a sum over
-a short fixed width, `bmm` with a fixed number of keys and rows in multiples of `ROW_MULTIPLE`. `F.silu`, `sigmoid`,
-`F.linear`, SDPA and long sums do not.
+CPU ops only some keep that: `exp`, `softmax`, `log_softmax`, `rms_norm`, a sum over a short fixed width, and `bmm`
+where rows and columns are whole vectors (`QUERY_ROWS`, `HEAD_MULTIPLE`, `KV_TILE`). `F.silu`, `sigmoid`, `F.linear`,
+SDPA and sums over a vocabulary do not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import torch.nn.functional as F
 KV_TILE = 64
 """Keys per attention tile. Every query walks its keys in these tiles from position 0: it fixes the order of sums."""
 
-ROW_MULTIPLE = 4
-"""Query rows of a `bmm` are padded to a multiple of this; fewer rows take another path in MKL, with other bits."""
+QUERY_ROWS = 48
+"""Query rows of a `bmm` are padded to a multiple of this; with 1, 2 or 3 rows MKL takes a path with other bits."""
+
+HEAD_MULTIPLE = 16
+"""Heads are padded to a multiple of this; in the tail of an odd width MKL's bits depend on the row's index."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -66,9 +69,16 @@ def paged_attention(
         num_keys = context_len + rows.stop - rows.start
         # [num_blocks, 2, num_kv_heads, block_size, head_dim] -> [2, num_kv_heads, positions, head_dim]
         blocks = kv_cache[block_tables[i], layer].transpose(0, 2).transpose(0, 1).flatten(2, 3).float()
-        key, value = F.pad(blocks[:, :, :num_keys], (0, 0, 0, -num_keys % KV_TILE)).unbind()
+        key, value = padded(blocks[:, :, :num_keys], KV_TILE, HEAD_MULTIPLE).unbind()
         out[rows] = _attend(query[rows].float(), key, value, context_len, scale).to(query.dtype)
     return out
+
+
+def padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The last two dimensions filled up with zeros to multiples; `x` itself where they are."""
+    if x.shape[-1] % columns == 0 and x.shape[-2] % rows == 0:
+        return x
+    return F.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
 
 
 def _attend(
@@ -83,7 +93,7 @@ def _attend(
     num_kv_heads, width = key.shape[:2]
     rows = (query * scale).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
     num_rows = rows.shape[1]
-    rows = F.pad(rows, (0, 0, 0, -num_rows % ROW_MULTIPLE))
+    rows = padded(rows, QUERY_ROWS, HEAD_MULTIPLE)
     position = context_len + torch.arange(rows.shape[1], device=query.device) // (num_heads // num_kv_heads)
     hidden = torch.arange(width, device=query.device) > position[:, None]
     scores = torch.bmm(rows, key.transpose(1, 2)).masked_fill_(hidden, -torch.inf)
@@ -93,7 +103,7 @@ def _attend(
         tile = weights[..., start : start + KV_TILE].contiguous()
         total += tile.sum(-1, keepdim=True)
         out += torch.bmm(tile, value[:, start : start + KV_TILE])
-    out = (out / total)[:, :num_rows].view(num_kv_heads, num_tokens, -1, head_dim)
+    out = (out / total)[:, :num_rows, :head_dim].view(num_kv_heads, num_tokens, -1, head_dim)
     return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvferry.kernels import reference
-from kvferry.kernels.cpu import attention
+from kvferry.kernels.cpu import attention, attention_plan
 from kvferry.kernels.cpu.dense import PackedLinear, dense_kernel
 
 
@@ -44,7 +44,7 @@ def _probe(dtype: torch.dtype) -> str:
     """A digest of the ops' results on fixed input of odd sizes."""
     x = _fixed(1, 37, 2100).to(dtype)
     query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(dtype)
-    plan = attention.plan_attention(pool, torch.arange(16).view(2, 8), (0, 37, 38), (60, 100))
+    plan = attention_plan.plan_attention(pool, torch.arange(16).view(2, 8), (0, 37, 38), (60, 100))
     results = (
         PackedLinear(_fixed(4, 130, 2100))(x),
         attention.paged_attention(query, pool, 0, plan, 0.125),

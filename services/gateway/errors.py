@@ -30,12 +30,6 @@ class BodyTooLarge(KvferryError):
     type = "invalid_request_error"
 
 
-class ClientStalled(Cancelled):
-    """The client kept its connection but accepted nothing for too long."""
-
-    code = "client_stalled"
-
-
 def error_body(error: KvferryError) -> bytes:
     return orjson.dumps(
         {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.common.errors import Internal, KvferryError
 from kvferry.services.gateway.choice import Piece
-from kvferry.services.gateway.errors import ClientStalled, error_body, error_response, log
+from kvferry.services.gateway.deadline import Deadline
+from kvferry.services.gateway.errors import error_body, error_response, log
 from kvferry.services.gateway.responses import DONE, Writer, error_event
 from kvferry.services.gateway.run import Run
 
@@ -65,29 +66,44 @@ class RunResponse(Response):
         self._continuous_usage = continuous_usage
         self._stall_timeout_s = stall_timeout_s
         self._began = False
+        self._stalled = False
+        self._main: asyncio.Task[Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._run.metrics
-        try:
-            if not await while_connected(receive, self._answer(self._run, scope, receive, send)):
-                metrics.aborted.inc()
-        except ClientStalled:
-            metrics.stalled.inc()
+        if not await while_connected(receive, self._answer(scope, receive, send)):
+            self._run.metrics.aborted.inc()
+        if self._stalled:
+            self._run.metrics.stalled.inc()
             if (extension := scope.get("extensions", {}).get(ABORT_EXTENSION)) is not None:
                 extension["abort"]()
 
-    async def _answer(self, run: Run, scope: Scope, receive: Receive, send: Send) -> None:
-        """Exactly one ending: the whole answer, an error status, or an error event. Raises ClientStalled."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers until the end, or until a write takes too long; cancellation means that the client left."""
+        self._main = asyncio.current_task()
+        self._stall = Deadline(self._give_up)
         try:
-            async with run:
+            await self._attempt(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._stalled:
+                raise
+        finally:
+            self._stall.close()
+
+    def _give_up(self) -> None:
+        self._stalled = True
+        if self._main is not None:
+            self._main.cancel()
+
+    async def _attempt(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Exactly one ending: the whole answer, an error status, or an error event."""
+        try:
+            async with self._run as run:
                 await (self._send_events if self._stream else self._send_whole)(run, send)
-        except ClientStalled:
-            raise
         except KvferryError as exc:
-            run.metrics.errors.labels(exc.code).inc()
+            self._run.metrics.errors.labels(exc.code).inc()
             await self._send_error(exc, scope, receive, send)
         except Exception:
-            log.exception("request %s failed in the gateway", run.job.request_id)
+            log.exception("request %s failed in the gateway", self._run.job.request_id)
             bug = Internal("internal error: the gateway's log has the details")
             await self._send_error(bug, scope, receive, send)
 
@@ -129,8 +145,6 @@ class RunResponse(Response):
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Waits while the connection's buffer is full, at most `stall_timeout_s`."""
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError as exc:
-            raise ClientStalled(f"the client accepted nothing for {self._stall_timeout_s:g} s") from exc
+        self._stall.set(self._stall_timeout_s)
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._stall.set(None)

@@ -6,7 +6,6 @@ or a client that went away (cancellation). Leaving cancels what is still running
 
 from __future__ import annotations
 
-import asyncio
 import time
 from types import TracebackType
 from typing import Self
@@ -21,7 +20,7 @@ from kvferry.common.errors import (
 )
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.services.gateway.choice import Choice, Piece
-from kvferry.services.gateway.errors import ClientStalled
+from kvferry.services.gateway.deadline import Deadline
 from kvferry.services.gateway.intake import Job, PromptJob
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import LedgerEntry
@@ -66,6 +65,7 @@ class Run:
         self._last_output_at = [0.0] * job.num_choices
         self._got_first = False
         self._error: KvferryError | None = None
+        self._deadline = Deadline(self._too_late)
 
     @property
     def metrics(self) -> GatewayMetrics:
@@ -83,6 +83,7 @@ class Run:
     async def __aenter__(self) -> Self:
         """Raises Draining, Overloaded, or Unavailable when no node can take it."""
         self._service.admit(self.mailbox)
+        self._deadline.set(self._service.queue_timeout_s - (time.monotonic() - self.job.received_at))
         self.metrics.running.inc(self.job.num_choices)
         cards = self._service.table.cards()
         try:
@@ -107,25 +108,23 @@ class Run:
         Waits for at least one output. Raises the error that ends the run, after everything that came before it.
         """
         gained: dict[int, Piece] = {}
+        if self._got_first:  # until then, the deadline set at admission holds
+            self._deadline.set(self._service.queue_timeout_s)
         while self._num_open and not gained:
             if self._error is not None:
                 raise self._error
             try:
-                for output in await self._outputs():
+                for output in await self.mailbox.take():
                     await self._take(output, gained)
             except KvferryError as exc:
                 self._error = exc
+        self._deadline.set(None)
         return gained or None
 
-    async def _outputs(self) -> list[RequestOutput]:
+    def _too_late(self) -> None:
+        what = "next" if self._got_first else "first"
         limit_s = self._service.queue_timeout_s
-        deadline = self.job.received_at + limit_s if not self._got_first else time.monotonic() + limit_s
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                return await self.mailbox.take()
-        except TimeoutError as exc:
-            what = "next" if self._got_first else "first"
-            raise DeadlineExceeded(f"the {what} token did not come within {limit_s:g} s") from exc
+        self.mailbox.fail(DeadlineExceeded(f"the {what} token did not come within {limit_s:g} s"))
 
     async def _take(self, output: RequestOutput, gained: dict[int, Piece]) -> None:
         prompt = self._prompts[output.request_id]
@@ -213,12 +212,13 @@ class Run:
     def _leave(self, exc: BaseException | None) -> None:
         """Cancels what is still running and closes all accounts."""
         self._service.release(self.mailbox)
+        self._deadline.close()
         for prompt in self._prompts.values():
             if prompt.submission is not None:
                 prompt.submission.cancel()
             if prompt.entry is not None:
                 prompt.entry.close()
-        failed = isinstance(exc, KvferryError) and not isinstance(exc, ClientStalled)
-        self.metrics.finished[FinishReason.ERROR if failed else FinishReason.ABORT].inc(self._num_open)
+        reason = FinishReason.ERROR if isinstance(exc, Exception) else FinishReason.ABORT
+        self.metrics.finished[reason].inc(self._num_open)
         self.metrics.running.dec(self._num_open)
         self.metrics.e2e.observe(time.monotonic() - self.job.received_at)

@@ -218,7 +218,7 @@ class SessionPool:
     ) -> None:
         for task in self._tasks.values():
             task.cancel()
-        await self._group.__aexit__(kind, exc, trace)
+        await self._group.__aexit__(None, None, None)
 
     def submit(self, node: NodeRecord, request: GenerateRequest, mailbox: Mailbox) -> Submission:
         """Never fails: a node that cannot be reached is an error output in the mailbox."""

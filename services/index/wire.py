@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import hiredis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -57,12 +58,15 @@ class RedisWire:
 
     def _connection(self) -> AbstractConnection:
         connection: AbstractConnection = self._factory.make_connection()  # type: ignore[no-untyped-call]
+        # Our deadline is the only one: with one of its own, redis-py sends through `asyncio.wait_for`, which before
+        # Python 3.12 can swallow a cancellation.
+        connection.socket_timeout = connection.socket_connect_timeout = None
         return connection
 
     async def _exchange(self, connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
-            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+            await connection.send_packed_command(_pack(commands), check_health=False)
             replies = [await _read(connection) for _ in commands]
         except BaseException:
             await connection.disconnect(nowait=True)
@@ -77,6 +81,11 @@ class RedisWire:
         self._closed = True
         while self._idle:
             await self._idle.pop().disconnect()
+
+
+def _pack(commands: Sequence[Command]) -> bytes:
+    """In C: redis-py's own packing of 2,000 keys takes longer than all the rest of a lookup."""
+    return b"".join(hiredis.pack_command(command) for command in commands)  # type: ignore[arg-type]
 
 
 async def _read(connection: AbstractConnection) -> Any:

@@ -20,7 +20,11 @@ def main(arguments: list[str]) -> None:
     if os.getppid() != parent:
         raise SystemExit(f"launch: the parent {parent} is gone")
     os.nice(niceness)
-    os.execvp(program[0], program)
+    try:
+        os.execvp(program[0], program)
+    except OSError as exc:
+        print(f"cannot run {program[0]}: {exc.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None  # what `up` takes for: the operator must act
 
 
 if __name__ == "__main__":

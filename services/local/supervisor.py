@@ -25,7 +25,7 @@ from kvferry.services.local.console import Console
 
 CONFIG_EXIT = 2
 TAIL_LINES = 20
-READY_CHECK_S = 0.1
+READY_CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,7 +49,7 @@ class Behaviour:
     drop_after: int | None = None  # tokens of each choice before the session breaks
     cached_tokens: int = 0
     ignore_cancel: bool = False
-    ghosts: list[RequestOutput] = field(default_factory=list)  # sent before the first output
+    ghosts: Callable[[GenerateRequest], Sequence[RequestOutput]] = lambda request: ()  # sent before the first output
 
 
 class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
@@ -168,7 +168,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
 
     async def _answer(self, request: GenerateRequest, replies: asyncio.Queue[pb.SessionReply | None]) -> None:
         does = self.behaviour
-        self._send(replies, does.ghosts)
+        self._send(replies, does.ghosts(request))
         if does.error is not None and does.error_after is None:
             self._send(replies, [_error(request, does.error)])
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +102,20 @@ def text_of(stream: list[dict[str, Any]], index: int = 0) -> str:
     """What a client puts together for one choice."""
     choices = [choice for event in stream for choice in event.get("choices", ()) if choice["index"] == index]
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+def run(setup: AbstractAsyncContextManager[Setup], scenario: Callable[[Setup], Coroutine[Any, Any, None]]) -> None:
+    """Runs the scenario and then checks that nothing is left: no request, no task, no account."""
+
+    async def main() -> None:
+        async with setup as entered:
+            await scenario(entered)
+            service = entered.gateway.service
+            await eventually(lambda: not service.mailboxes)
+            assert service.ledger.in_flight == {}
+            assert all(session.num_requests == 0 for session in entered.gateway.pool.sessions.values())
+            assert entered.metric("num_requests_running") == 0
+        me = asyncio.current_task()
+        await eventually(lambda: asyncio.all_tasks() == {me})
+
+    asyncio.run(main())

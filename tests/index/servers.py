@@ -62,6 +62,7 @@ class RedisServer:
 @contextlib.asynccontextmanager
 async def late_proxy(socket: str, delay_s: float) -> AsyncIterator[str]:
     """A TCP address that passes everything on to a unix socket and brings each answer `delay_s` late."""
+    tasks: set[asyncio.Task[None]] = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -71,12 +72,19 @@ async def late_proxy(socket: str, delay_s: float) -> AsyncIterator[str]:
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            up_reader, up_writer = await asyncio.open_unix_connection(socket)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(copy(reader, up_writer, 0))
-                group.create_task(copy(up_reader, writer, delay_s))
+        up_reader, up_writer = await asyncio.open_unix_connection(socket)
+        try:
+            await asyncio.gather(copy(reader, up_writer, 0), copy(up_reader, writer, delay_s))
+        finally:
+            writer.close()
+            up_writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(serve(reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

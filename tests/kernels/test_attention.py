@@ -1,9 +1,10 @@
-"""Paged attention and the writes into the pool: right, bit-identical to the reference, and blind to what is not theirs."""
+"""Paged attention and the writes into the pool: right, bit-identical to the reference, and deaf to the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import ops, reference
 from kvferry.kernels.cpu import attention as cpu_attention
+from kvferry.kernels.cpu import attention_plan as cpu_plan
 from tests.kernels.rows import randn, threads
 
 
@@ -75,7 +77,7 @@ def attend(pool: Pool, parts: Sequence[Part]) -> list[torch.Tensor]:
     query, tables, starts, context_lens = arguments(parts)
     plan = ops.plan_attention(pool.kv_cache, tables, starts, context_lens)
     out = ops.paged_attention(query, pool.kv_cache, LAYER, plan, pool.shape.head_dim**-0.5)
-    return [out[start:stop] for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    return [out[start:stop] for start, stop in pairwise(starts)]
 
 
 def dense_attention(seq: Sequence_) -> torch.Tensor:
@@ -102,7 +104,7 @@ def test_cpu_kernel_has_the_bits_of_the_reference(shape: Shape) -> None:
     parts += [(seqs[-1], 20, 333), (seqs[3], 0, 64), (seqs[4], 62, 65)]
     query, tables, starts, context_lens = arguments(parts)
     expected = reference.paged_attention(query, pool.kv_cache, LAYER, tables, starts, context_lens, 0.3)
-    plan = cpu_attention.plan_attention(pool.kv_cache, tables, starts, context_lens)
+    plan = cpu_plan.plan_attention(pool.kv_cache, tables, starts, context_lens)
     for count in (1, 2):
         with threads(count):
             got = cpu_attention.paged_attention(query, pool.kv_cache, LAYER, plan, 0.3)
@@ -123,15 +125,15 @@ def test_a_decode_has_the_same_bits_alone_and_in_a_batch(shape: Shape, num_seqs:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 16, 63, 64, 65, 100, 600])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 16, 65, 100])
 def test_a_prompt_has_the_same_bits_in_any_chunks(shape: Shape, chunk: int) -> None:
     pool = Pool(shape, 1000)
-    seq, other = pool.add(600, 10), pool.add(90, 20)
-    whole = attend(pool, [(seq, 0, 600)])[0]
-    starts = list(range(0, 600, chunk))
+    seq, other = pool.add(330, 10), pool.add(90, 20)
+    whole = attend(pool, [(seq, 0, 330)])[0]
+    starts = list(range(0, 330, chunk))
     with threads(2 if chunk % 2 else 1):
-        for start in starts[:3] + starts[-3:]:
-            stop = min(start + chunk, 600)
+        for start in starts[:2] + starts[-2:]:
+            stop = min(start + chunk, 330)
             got = attend(pool, [(other, 89, 90), (seq, start, stop), (other, 3, 40)])[1]
             assert torch.equal(got, whole[start:stop]), f"positions {start} to {stop}"
 
@@ -140,7 +142,7 @@ def test_many_decodes_are_split_into_groups_without_a_trace(monkeypatch: pytest.
     pool = Pool(SHAPES[0], 4000)
     parts: list[Part] = [(pool.add(n, n), n - 1, n) for n in (500, 3, 64, 65, 400, 129, 1, 200, 300)]
     together = attend(pool, parts)
-    monkeypatch.setattr(cpu_attention, "_GROUP_ITEMS", 8)
+    monkeypatch.setattr(cpu_plan, "_GROUP_ITEMS", 8)
     for got, expected in zip(attend(pool, parts), together, strict=True):
         assert torch.equal(got, expected)
 

@@ -1,0 +1,107 @@
+"""The cluster's greedy text equals what `transformers` generates in float32, streamed and not, for 24 prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Gateway, Node, cluster
+from tests.e2e.prompts import Prompt, all_prompts
+
+NUM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Golden:
+    prompt: Prompt
+    text: str
+    num_tokens: int
+
+
+@pytest.fixture(scope="module")
+def golden(smollm2: Path) -> list[Golden]:
+    """`model.generate` for each prompt, with the library's own cache and attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    result = []
+    for prompt in all_prompts(smollm2):
+        ids = list(prompt.token_ids)
+        if prompt.chat is not None:
+            chat = [{"role": "user", "content": prompt.chat}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        with torch.inference_mode():
+            row = torch.tensor([ids])
+            out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=NUM_TOKENS, do_sample=False)
+        made = out[0, len(ids) :].tolist()
+        result.append(Golden(prompt, tokenizer.decode(made, skip_special_tokens=True), len(made)))
+    return result
+
+
+@pytest.fixture(scope="module")
+def gateway(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with cluster(tmp_path_factory.mktemp("golden"), str(smollm2)) as nodes:
+        starting = [nodes.start_node(role, wait=False) for role in ("prefill", "decode")]
+        for node in starting:
+            nodes.wait_node(node)
+        yield nodes.start_gateway()
+        assert starting[1].metric("kvferry:transfer_blocks_total") > 0, "no block crossed: this was not a split"
+        for node in starting:
+            assert isinstance(node, Node)
+            accounts = node.record().load.accounts
+            assert accounts.available == accounts.total, accounts
+
+
+def _body(prompt: Prompt, stream: bool) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {"model": "test", "max_tokens": NUM_TOKENS, "temperature": 0, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if prompt.chat is not None:
+        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt.chat}]}
+    return "/v1/completions", body | {"prompt": list(prompt.token_ids)}
+
+
+def _text(choice: dict[str, Any]) -> str:
+    part = choice.get("delta") or choice.get("message") or {}
+    return str(choice.get("text") or part.get("content") or "")
+
+
+async def _ask(client: httpx.AsyncClient, prompt: Prompt, stream: bool) -> tuple[str, int]:
+    path, body = _body(prompt, stream)
+    if not stream:
+        reply = (await client.post(path, json=body)).raise_for_status().json()
+        return _text(reply["choices"][0]), reply["usage"]["completion_tokens"]
+    text, count = "", -1
+    async with client.stream("POST", path, json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                event = json.loads(line[6:])
+                text += "".join(_text(choice) for choice in event["choices"])
+                count = (event.get("usage") or {}).get("completion_tokens", count)
+    return text, count
+
+
+async def _ask_all(url: str, prompts: list[Prompt], stream: bool) -> list[tuple[str, int]]:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        return list(await asyncio.gather(*(_ask(client, prompt, stream) for prompt in prompts)))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_greedy_text_equals_transformers(gateway: Gateway, golden: list[Golden], stream: bool) -> None:
+    answers = asyncio.run(_ask_all(gateway.url, [g.prompt for g in golden], stream))
+    assert len(answers) == 24
+    for want, (text, num_tokens) in zip(golden, answers, strict=True):
+        assert text == want.text, want.prompt.name
+        assert num_tokens == want.num_tokens, want.prompt.name

@@ -1,0 +1,142 @@
+"""Clients that leave or stop reading: their requests are cancelled at the nodes, and nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.fake_decode import Behaviour, FakeDecode
+from tests.gateway.harness import Setup, eventually, gateway, run, text_of
+from tests.gateway.tiny_tokenizer import tiny_tokenizer
+
+PROMPT = "The quick brown fox"
+
+
+def cancelled(node: FakeDecode) -> bool:
+    return node.num_running == 0 and bool(node.cancelled)
+
+
+async def leave_after(setup: Setup, num_lines: int, **fields: Any) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": 400} | fields
+    async with setup.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        for _ in range(num_lines):
+            await anext(lines)
+
+
+def test_a_client_that_leaves_a_stream_is_cancelled_everywhere() -> None:
+    async def scenario(setup: Setup) -> None:
+        await leave_after(setup, 5, n=2)
+        await eventually(lambda: cancelled(setup.nodes[0]))
+        await eventually(lambda: setup.metric("request_success_total", finished_reason="abort") == 2)
+        assert setup.metric("requests_aborted_total") == 1
+
+    run(gateway(FakeDecode(Behaviour(step_s=0.005)), over_port=True), scenario)
+
+
+@pytest.mark.parametrize("hang_after", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_waiting_is_cancelled(stream: bool, hang_after: int) -> None:
+    async def scenario(setup: Setup) -> None:
+        body = {"prompt": PROMPT, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout):
+            async with setup.client.stream("POST", "/v1/completions", json=body, timeout=0.3) as response:
+                await response.aread()
+        await eventually(lambda: cancelled(setup.nodes[0]))
+
+    run(gateway(FakeDecode(Behaviour(hang_after=hang_after)), over_port=True), scenario)
+
+
+def test_48_abandoned_streams_leave_nothing() -> None:
+    async def scenario(setup: Setup) -> None:
+        rng = random.Random(1)
+        await asyncio.gather(*(leave_after(setup, rng.randrange(8)) for _ in range(48)))
+        await eventually(lambda: setup.metric("num_requests_running") == 0)
+        await eventually(lambda: all(node.num_running == 0 for node in setup.nodes))
+        assert setup.metric("request_success_total", finished_reason="abort") == 48
+        assert (await setup.complete(PROMPT, max_tokens=1)).status_code == 200
+
+    nodes = [FakeDecode(Behaviour(step_s=0.01), node_id=f"d{n}") for n in range(2)]
+    run(gateway(*nodes, over_port=True), scenario)
+
+
+def test_a_client_that_accepts_nothing_is_cancelled_and_its_connection_dropped() -> None:
+    """Its tokens pile up behind a small window until the connection's buffers are full."""
+
+    async def scenario(setup: Setup) -> None:
+        host, port = setup.client.base_url.host, setup.client.base_url.port
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.get_running_loop().run_in_executor(None, client.connect, (host, port))
+            body = {
+                "messages": [{"role": "user", "content": "x"}],
+                "stream": True,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+            raw = json.dumps(body).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+            client.sendall(head.encode() + raw)
+            await eventually(lambda: setup.metric("client_stalls_total") == 1, within_s=20)
+            await eventually(lambda: cancelled(setup.nodes[0]))
+            assert (await setup.complete(PROMPT, max_tokens=1)).status_code == 200, "others are served meanwhile"
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while await asyncio.get_running_loop().run_in_executor(None, client.recv, 1 << 20):
+                    pass
+
+    def endless(request: Any, index: int) -> list[int]:
+        return list(range(100, 130)) * 1000
+
+    node = FakeDecode(Behaviour(tokens=endless, tokens_per_step=20), max_model_len=100_000)
+    run(gateway(node, over_port=True, client_stall_timeout=0.4), scenario)
+
+
+def test_a_slow_reader_gets_fewer_larger_events_and_every_token() -> None:
+    async def scenario(setup: Setup) -> None:
+        sent: list[bytes] = []
+        raw = json.dumps({"prompt": "Hello world " * 5, "stream": True, "max_tokens": 100}).encode()
+        requests = iter([{"type": "http.request", "body": raw, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            message = next(requests, None)
+            if message is None:
+                await asyncio.Event().wait()
+                raise AssertionError
+            return message
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(0.05)
+                sent.append(message["body"])
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "headers": [],
+            "query_string": b"",
+            "root_path": "",
+            "http_version": "1.1",
+            "scheme": "http",
+            "server": ("x", 1),
+            "client": ("y", 2),
+        }
+        await setup.gateway.app(scope, receive, send)
+        lines = b"".join(sent).decode().strip().split("\n\n")
+        stream = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        ids = tiny_tokenizer().encode("Hello world " * 5)
+        expected = tiny_tokenizer().decode((ids * 10)[:100])
+        assert text_of(stream) == expected
+        assert len(stream) < 50
+        assert stream[-1]["choices"][0]["finish_reason"] == "length"
+
+    run(gateway(FakeDecode(Behaviour(step_s=0.002))), scenario)
