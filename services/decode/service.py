@@ -173,13 +173,24 @@ class DecodeService(pb_grpc.DecodeServicer):
         if (found := self._by_key.get(admitted.key)) is None:  # cancelled in between
             self._node.require_loaded().engine.close(admitted.key)
             return
-        task = asyncio.create_task(self._receive(found[0], admitted))
-        found[0].receiving = task
+        request = found[0]
+        request.receiving = task = asyncio.create_task(self._receive(request, admitted))
         self._receives.add(task)
-        task.add_done_callback(self._receives.discard)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            """Also for a task that was cancelled before it began."""
+            self._receives.discard(task)
+            request.receiving = None
+            if admitted.key not in self._by_key:
+                self._node.require_loaded().engine.close(admitted.key)
+
+        task.add_done_callback(ended)
 
     async def _receive(self, request: Request, admitted: AdmittedOutput) -> None:
-        """Fills the admitted blocks from a prefill node, or hands the prompt to this node's own steps."""
+        """Fills the admitted blocks from a prefill node, or hands the prompt to this node's own steps.
+
+        However it ends, nothing writes into the blocks afterwards.
+        """
         loaded = self._node.require_loaded()
         wanted = Wanted(
             request_id=request.spec.request_id,
@@ -193,18 +204,11 @@ class DecodeService(pb_grpc.DecodeServicer):
             if await self._try_candidates(loaded, request, wanted):
                 num_received = admitted.first_block + len(admitted.block_ids)
             loaded.engine.receive_ended(admitted.key, num_received)
-        except asyncio.CancelledError:
-            loaded.engine.close(admitted.key)
-            raise
         except BadRequest as exc:
             self._fail(request, exc)
         except Exception as exc:
             log.exception("receiving the prompt of %s failed", request.spec.request_id)
             self._fail(request, Internal(f"receiving the prompt failed: {type(exc).__name__}: {exc}"))
-        finally:
-            request.receiving = None
-            if admitted.key not in self._by_key:
-                loaded.engine.close(admitted.key)
 
     async def _try_candidates(self, loaded: LoadedNode, request: Request, wanted: Wanted) -> bool:
         """True when one candidate delivered everything. Raises BadRequest when one refuses the prompt itself."""

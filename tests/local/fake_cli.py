@@ -1,7 +1,7 @@
 """Stands for `python -m kvferry.services.local.cli` in tests of `kvferry up`: services without a model.
 
-`FAKE_<ROLE>` in the environment makes one of them misbehave: `config` (exit status 2 at once), `crash` (once, soon after
-it was ready), `stubborn` (ignores SIGTERM).
+`FAKE_<ROLE>` in the environment makes one of them misbehave: `config` (exit status 2 at once), `crash` (once, soon
+after it was ready), `stubborn` (ignores SIGTERM).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def serve_grpc():
 
 def serve_http(port: int):
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
 

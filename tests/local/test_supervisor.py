@@ -73,8 +73,7 @@ time.sleep(600)
 """
 
     async def until_third(fleet):
-        while not count.exists() or len(count.read_text()) < 3:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_until, lambda: count.exists() and len(count.read_text()) == 3)
 
     shown, _ = run_fleet([[program("node-0", code, ready=lambda: False)]], until_third)
     assert shown.count("node-0 was killed by SIGSEGV after") == 2

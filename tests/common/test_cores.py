@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvferry.common.cores import available_cores
+
+
+@pytest.fixture
+def affinity(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_a_quota_the_affinity_counts(tmp_path, affinity):
+    assert available_cores(tmp_path, tmp_path / "none") == 8
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("garbage", 8)])
+def test_groups_v2(tmp_path, affinity, limit, cores):
+    write(tmp_path / "self", "0::/system/box\n")
+    write(tmp_path / "fs" / "system" / "box" / "cpu.max", limit)
+    assert available_cores(tmp_path / "fs", tmp_path / "self") == cores
+
+
+def test_the_tightest_limit_above_counts(tmp_path, affinity):
+    write(tmp_path / "self", "0::/a/b\n")
+    write(tmp_path / "fs" / "a" / "cpu.max", "200000 100000")
+    write(tmp_path / "fs" / "a" / "b" / "cpu.max", "600000 100000")
+    assert available_cores(tmp_path / "fs", tmp_path / "self") == 2
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("400000", 4)])
+def test_groups_v1(tmp_path, affinity, quota, cores):
+    write(tmp_path / "self", "4:memory:/box\n3:cpu:/box\n")
+    write(tmp_path / "fs" / "cpu" / "box" / "cpu.cfs_quota_us", quota)
+    write(tmp_path / "fs" / "cpu" / "box" / "cpu.cfs_period_us", "100000")
+    assert available_cores(tmp_path / "fs", tmp_path / "self") == cores
+
+
+def test_a_container_sees_its_limit_at_the_mount(tmp_path, affinity):
+    write(tmp_path / "self", "0::/docker/0123\n")
+    write(tmp_path / "fs" / "cpu.max", "200000 100000")
+    assert available_cores(tmp_path / "fs", tmp_path / "self") == 2
+
+
+def test_this_machine_has_at_least_one():
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
