@@ -34,7 +34,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`; spelled out, because `F.silu` has other bits in the tail of a buffer."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    out = torch.neg(gate).exp_().add_(1)
+    return torch.div(gate, out, out=out).mul_(up).to(gate_up.dtype)
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvferry.kernels.cpu.attention_plan import AttentionPlan, Chunk, DecodeGroup, PoolShape, num_tiles
+from kvferry.kernels.cpu.attention_plan import AttentionPlan, Chunk, Decodes, PoolShape, num_tiles
 from kvferry.kernels.cpu.invariance import num_threads
 from kvferry.kernels.reference import HEAD_MULTIPLE, KV_TILE, QUERY_ROWS, padded
 
@@ -24,40 +24,51 @@ def paged_attention(
     # [num_tokens, num_kv_heads, num_heads / num_kv_heads, padded head_dim]: rows that share a kv head lie together
     rows = scaled.view(len(query), plan.shape.num_kv_heads, -1, scaled.shape[-1])
     out = torch.empty_like(rows)
-    for group in plan.decodes:
-        key, value = _gather(kv_cache, layer, plan.shape, group.pieces)
-        out[group.rows] = _attend_decodes(rows[group.rows], key, value, group)
+    pool = Pool(kv_cache, layer, plan.shape)
+    if plan.decodes is not None:
+        out[plan.decodes.rows] = _attend_decodes(rows[plan.decodes.rows], pool, plan.decodes)
     for chunk in plan.chunks:
-        key, value = _gather(kv_cache, layer, plan.shape, chunk.pieces)
-        _attend_chunk(rows, key, value, chunk, out)
+        _attend_chunk(rows, pool, chunk, out)
     return out[..., :head_dim].reshape(query.shape).to(query.dtype)
 
 
-def _gather(
-    kv_cache: torch.Tensor, layer: int, shape: PoolShape, pieces: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of one layer's keys and values, each [number of heads and tiles, KV_TILE, padded head_dim] float32."""
-    pool = shape.pieces(kv_cache)
-    both = (pool.index_select(0, pieces + shape.offset(layer, kv)).view(-1, KV_TILE, shape.head_dim) for kv in (0, 1))
-    key, value = (padded(tiles.float(), 1, HEAD_MULTIPLE) for tiles in both)
-    return key, value
+class Pool:
+    """One layer's keys and values, copied out of the pool piece by piece."""
+
+    def __init__(self, kv_cache: torch.Tensor, layer: int, shape: PoolShape) -> None:
+        self._pieces = shape.pieces(kv_cache)
+        self._head_dim = shape.head_dim
+        self._offsets = shape.offset(layer, 0), shape.offset(layer, 1)
+
+    def gather(self, pieces: torch.Tensor, kv: int) -> torch.Tensor:
+        """[heads and tiles, KV_TILE, padded head_dim] float32, a copy."""
+        tiles = self._pieces.index_select(0, pieces.flatten() + self._offsets[kv])
+        return padded(tiles.view(-1, KV_TILE, self._head_dim).float(), 1, HEAD_MULTIPLE)
 
 
-def _attend_decodes(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+def _attend_decodes(rows: torch.Tensor, pool: Pool, plan: Decodes) -> torch.Tensor:
     """`rows` [n, num_kv_heads, heads per kv head, head_dim] -> the same shape."""
-    num_items, head_dim = len(group.item_seq), rows.shape[-1]
-    value.view(-1, head_dim).index_fill_(0, group.empty_slots, 0)
+    group, head_dim = rows.shape[2:]
     filled = padded(rows, row_multiple(), 1)
-    item_rows = filled[group.item_seq].flatten(0, 1)  # [items * num_kv_heads, padded rows, head_dim]
-    weights = torch.bmm(item_rows, key.transpose(1, 2)).view(num_items, -1, KV_TILE)
-    weights.masked_fill_(group.hidden, -torch.inf)
-    highest = _over_tiles(_maximum_, weights.amax(-1), group.counts)
-    weights = weights.sub_(highest[group.item_seq].unsqueeze(-1)).exp_()
-    total = _over_tiles(torch.Tensor.add_, weights.sum(-1), group.counts)
-    out = torch.bmm(weights.view(item_rows.shape[0], -1, KV_TILE), value)
-    out = _over_tiles(torch.Tensor.add_, out.view(num_items, -1, head_dim), group.counts)
+    queries = filled[plan.item_seq]  # [items, num_kv_heads, padded group, head_dim]
+    weights = queries.new_empty(*queries.shape[:3], KV_TILE)
+    for part in plan.slices:
+        items = slice(part.start, part.stop)
+        key = pool.gather(plan.pieces[items], 0)
+        torch.bmm(queries[items].flatten(0, 1), key.transpose(1, 2), out=weights[items].flatten(0, 1))
+    flat = weights.view(len(weights), -1, KV_TILE).masked_fill_(plan.hidden, -torch.inf)
+    highest = _over_tiles(_maximum_, flat.amax(-1), plan.counts)
+    flat.sub_(highest[plan.item_seq].unsqueeze(-1)).exp_()
+    total = _over_tiles(torch.Tensor.add_, flat.sum(-1), plan.counts)
+    attended = torch.empty_like(queries)
+    for part in plan.slices:
+        items = slice(part.start, part.stop)
+        value = pool.gather(plan.pieces[items], 1)
+        value.view(-1, head_dim).index_fill_(0, part.empty_slots, 0)
+        torch.bmm(weights[items].flatten(0, 1), value, out=attended[items].flatten(0, 1))
+    out = _over_tiles(torch.Tensor.add_, attended.view(len(weights), -1, head_dim), plan.counts)
     out = (out + 0.0) / total.unsqueeze(-1)  # + 0.0: a sum of tiles that begins at 0, as a chunk's does, is never -0
-    return out.view(filled.shape)[:, :, : rows.shape[2]]
+    return out.view(filled.shape)[:, :, :group]
 
 
 def _maximum_(into: torch.Tensor, other: torch.Tensor) -> None:
@@ -74,10 +85,10 @@ def _over_tiles(
     return first
 
 
-def _attend_chunk(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: Chunk, out: torch.Tensor) -> None:
+def _attend_chunk(rows: torch.Tensor, pool: Pool, chunk: Chunk, out: torch.Tensor) -> None:
     """Writes `[chunk.start, chunk.stop)` of `out`, which is shaped like `rows`, one tile of queries after the other."""
     num_kv_heads, group, head_dim = rows.shape[1:]
-    key, value = key.view(num_kv_heads, -1, head_dim), value.view(num_kv_heads, -1, head_dim)
+    key, value = (pool.gather(chunk.pieces, kv).view(num_kv_heads, -1, head_dim) for kv in (0, 1))
     value[:, chunk.context_len + chunk.stop - chunk.start :] = 0
     for start in range(chunk.start, chunk.stop, _QUERY_TILE):
         stop = min(start + _QUERY_TILE, chunk.stop)

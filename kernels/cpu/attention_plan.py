@@ -22,8 +22,8 @@ import torch
 
 from kvferry.kernels.reference import KV_TILE
 
-_GROUP_ITEMS = 256
-"""(sequence, tile) items of decodes that are gathered together: bounds the copy, and keeps it in cache."""
+_SLICE_BYTES = 2**19
+"""Keys or values of decodes that are gathered at once: the copy should stay in the cores' second-level caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,24 @@ class PoolShape:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences with one query row each, sorted by falling number of tiles; W items in all."""
+class ItemSlice:
+    """Items `[start, stop)` of the work list, and what to blank among their gathered slots."""
+
+    start: int
+    stop: int
+    empty_slots: torch.Tensor  # indices into the slice's [items * num_kv_heads * KV_TILE] slots
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """n sequences with one query row each, by falling number of tiles; W items in all."""
 
     rows: torch.Tensor  # [n] rows of the query
     counts: tuple[int, ...]  # per tile, how many of the sequences have it: falling, counts[0] == n
     item_seq: torch.Tensor  # [W] which sequence an item belongs to
     hidden: torch.Tensor  # [W, 1, KV_TILE] bool: positions past the sequence's end
-    pieces: torch.Tensor  # [W * num_kv_heads * pieces per tile]
-    empty_slots: torch.Tensor  # rows of the gathered [W * num_kv_heads * KV_TILE, head_dim] values to set to 0
+    pieces: torch.Tensor  # [W, num_kv_heads * pieces per tile]
+    slices: tuple[ItemSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     shape: PoolShape
-    decodes: tuple[DecodeGroup, ...]
+    decodes: Decodes | None
     chunks: tuple[Chunk, ...]
 
 
@@ -106,18 +115,11 @@ def plan_attention(
         for i, query_len in enumerate(query_lens)
         if query_len > 1
     )
-    decodes = sorted((i for i, n in enumerate(query_lens) if n == 1), key=lambda i: -num_tiles(context_lens[i] + 1))
-    groups, group, num_items = [], list[int](), 0
-    for i in decodes:
-        tiles = num_tiles(context_lens[i] + 1)
-        if group and num_items + tiles > _GROUP_ITEMS:
-            groups.append(_plan_decodes(shape, group, block_tables, query_starts, context_lens))
-            group, num_items = [], 0
-        group.append(i)
-        num_items += tiles
-    if group:
-        groups.append(_plan_decodes(shape, group, block_tables, query_starts, context_lens))
-    return AttentionPlan(shape, tuple(groups), chunks)
+    seqs = sorted((i for i, n in enumerate(query_lens) if n == 1), key=lambda i: -context_lens[i])
+    rows = torch.tensor([query_starts[i] for i in seqs])
+    num_keys = [context_lens[i] + 1 for i in seqs]
+    decodes = _plan_decodes(shape, block_tables[seqs], rows, num_keys) if seqs else None
+    return AttentionPlan(shape, decodes, chunks)
 
 
 def num_tiles(num_keys: int) -> int:
@@ -130,28 +132,19 @@ def _plan_chunk(shape: PoolShape, block_table: torch.Tensor, start: int, stop: i
     return Chunk(start, stop, context_len, shape.index(block_table, first).flatten())
 
 
-def _plan_decodes(
-    shape: PoolShape,
-    seqs: list[int],
-    block_tables: torch.Tensor,
-    query_starts: Sequence[int],
-    context_lens: Sequence[int],
-) -> DecodeGroup:
-    tiles = [num_tiles(context_lens[i] + 1) for i in seqs]
+def _plan_decodes(shape: PoolShape, block_tables: torch.Tensor, rows: torch.Tensor, num_keys: Sequence[int]) -> Decodes:
+    """For sequences by falling number of keys."""
+    tiles = [num_tiles(n) for n in num_keys]
     counts = tuple(sum(n > j for n in tiles) for j in range(tiles[0]))
     item_seq = torch.cat([torch.arange(n) for n in counts])
     tile_start = torch.repeat_interleave(torch.arange(len(counts)) * KV_TILE, torch.tensor(counts))
-    seq_index = torch.tensor(seqs)
-    num_keys = torch.tensor([context_lens[i] + 1 for i in seqs])
     positions = tile_start[:, None] + torch.arange(KV_TILE)
-    hidden = positions >= num_keys[item_seq][:, None]
-    pieces = shape.index(block_tables[seq_index[item_seq]], positions[:, :: shape.piece])
-    every_head = hidden[:, None, :].expand(-1, shape.num_kv_heads, -1).reshape(-1)
-    return DecodeGroup(
-        rows=torch.tensor([query_starts[i] for i in seqs]),
-        counts=counts,
-        item_seq=item_seq,
-        hidden=hidden.unsqueeze(1),
-        pieces=pieces.flatten(),
-        empty_slots=every_head.nonzero().flatten(),
-    )
+    hidden = positions >= torch.tensor(num_keys)[item_seq][:, None]
+    pieces = shape.index(block_tables[item_seq], positions[:, :: shape.piece])
+    step = max(1, _SLICE_BYTES // (shape.num_kv_heads * KV_TILE * shape.head_dim * 4))
+    slices = []
+    for start in range(0, len(item_seq), step):
+        stop = min(start + step, len(item_seq))
+        empty = hidden[start:stop, None].expand(-1, shape.num_kv_heads, -1).flatten().nonzero().flatten()
+        slices.append(ItemSlice(start, stop, empty))
+    return Decodes(rows, counts, item_seq, hidden.unsqueeze(1), pieces.flatten(1), tuple(slices))

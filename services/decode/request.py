@@ -21,7 +21,6 @@ class Request:
     session: GatewaySession
     open: set[int]
     started_s: float = field(default_factory=time.monotonic)
-    siblings_submitted: bool = False
     received: Received | None = None
     prefilled_by: str = ""
     receiving: asyncio.Task[None] | None = None

@@ -92,32 +92,30 @@ class DecodeService(pb_grpc.DecodeServicer):
                 raise BadRequest(f"request id {spec.request_id!r} is in use", param="request_id")
             loaded = self._node.require_open()
             _validate(spec, loaded)
-            self._start_choice(loaded, request, 0)
+            self._start(loaded, request)
             self._requests[name] = request
+            self._by_key |= {request.key(index): (request, index) for index in range(spec.n)}
         except KvferryError as exc:
             session.push(request.error_output(exc))
 
-    def _start_choice(self, loaded: LoadedNode, request: Request, index: int) -> None:
+    def _start(self, loaded: LoadedNode, request: Request) -> None:
+        """Submits the prompt with all its choices. Raises what the engine refuses it with."""
         spec = request.spec
         seq = Sequence(
-            key=request.key(index),
+            key=request.key(0),
             token_ids=list(spec.prompt_token_ids),
             num_prompt_tokens=len(spec.prompt_token_ids),
             root=root_name(loaded.card.model_fingerprint, loaded.card.numerics_id, spec.cache_salt),
             block_size=loaded.card.block_size,
             sampling=spec.sampling,
-            index=index,
         )
-        if index == 0 and spec.prefill:
+        for index in range(1, spec.n):
+            seq.add_branch(request.key(index), index)
+        if spec.prefill:
             cached = loaded.engine.num_cached_tokens(seq)
             missing_blocks = seq.num_cacheable_blocks - cached // seq.block_size
             seq.receive = missing_blocks > 0 and seq.num_tokens - cached > self._local_limit(loaded)
-        self._by_key[seq.key] = (request, index)
-        try:
-            loaded.engine.submit(seq)
-        except KvferryError:
-            del self._by_key[seq.key]
-            raise
+        loaded.engine.submit(seq)
 
     def _local_limit(self, loaded: LoadedNode) -> int:
         """Uncached tokens up to which a prompt is computed here: what fits into one step, unless configured."""
@@ -155,17 +153,6 @@ class DecodeService(pb_grpc.DecodeServicer):
         if token.finish_reason is not None:
             metrics.requests.labels(token.finish_reason.value).inc()
             self._ended(request, index)
-        if not request.siblings_submitted and request.spec.n > 1:
-            self._start_siblings(request)
-
-    def _start_siblings(self, request: Request) -> None:
-        """The other choices start when the first one's prompt is in the cache, and share its blocks."""
-        request.siblings_submitted = True
-        try:
-            for index in sorted(request.open - {0}):
-                self._start_choice(self._node.require_loaded(), request, index)
-        except KvferryError as exc:
-            self._fail(request, exc)
 
     # ---- receiving
 
@@ -250,13 +237,13 @@ class DecodeService(pb_grpc.DecodeServicer):
             self._stop_choice(loaded, request, index)
 
     def _stop_choice(self, loaded: LoadedNode, request: Request, index: int) -> None:
-        """A choice whose prompt is being received is closed by its receive, once no copy is in flight."""
+        """A prompt that is being received is closed by its receive, once no copy is in flight."""
         self._ended(request, index)
-        if index == 0 and (task := request.receiving) is not None:
-            if task is not asyncio.current_task():
-                task.cancel()
-        else:
+        task = request.receiving
+        if task is None or index or request.open:
             loaded.engine.close(request.key(index))
+        if task is not None and not request.open and task is not asyncio.current_task():
+            task.cancel()
 
     def _ended(self, request: Request, index: int) -> None:
         request.open.discard(index)

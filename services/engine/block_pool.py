@@ -69,6 +69,7 @@ class BlockPool:
         self._by_name: dict[bytes, int] = {}
         self._counts = [num_blocks, 0, 0, 0, 0]
         self._changed: dict[bytes, bool] = {}
+        self.num_shared = 0  # blocks that more than one sequence uses
 
     # ---- reading
 
@@ -80,6 +81,9 @@ class BlockPool:
     def accounts(self) -> BlockAccounts:
         free, cached, sequence, lease, incoming = self._counts
         return BlockAccounts(free=free, cached=cached, sequence=sequence, lease=lease, incoming=incoming)
+
+    def is_shared(self, block_id: int) -> bool:
+        return self._blocks[block_id].num_sequences > 1
 
     def lookup(self, names: Sequence[bytes]) -> list[int]:
         """Ids of the longest leading run of `names` that this pool holds. Takes nothing."""
@@ -100,6 +104,7 @@ class BlockPool:
         """One more sequence uses these blocks."""
         for i in block_ids:
             self._blocks[i].num_sequences += 1
+            self.num_shared += self._blocks[i].num_sequences == 2
             self._settle(i)
 
     def allocate(self, num_blocks: int, incoming: bool = False) -> list[int]:
@@ -123,6 +128,7 @@ class BlockPool:
             block = self._blocks[i]
             assert block.num_sequences > 0, f"block {i} released more often than acquired"
             block.num_sequences -= 1
+            self.num_shared -= block.num_sequences == 1
             block.incoming = False
             self._settle(i)
 
@@ -184,6 +190,7 @@ class BlockPool:
             assert (i in self._cached) == (block.account is Account.CACHED), f"block {i} in the wrong list: {block}"
             assert block.name is None or self._by_name[block.name] == i, f"block {i} has another's name"
             counts[block.account] += 1
+        assert self.num_shared == sum(b.num_sequences > 1 for b in self._blocks), "the count of shared blocks is off"
         assert counts == self._counts, f"accounts {self._counts}, recounted {counts}"
         assert sum(counts) == self.num_blocks, f"accounts {counts} do not sum to {self.num_blocks} blocks"
         assert len(self._free) == counts[Account.FREE], "the free list disagrees with the account"

@@ -29,7 +29,7 @@ from kvferry.services.engine.outputs import (
     TokenOutput,
 )
 from kvferry.services.engine.sampler import SampledToken
-from kvferry.services.engine.scheduler import Schedule, Scheduled, Scheduler
+from kvferry.services.engine.scheduler import Schedule, Scheduler
 from kvferry.services.engine.sequence import Sequence as Seq
 from kvferry.services.engine.sequence import Status
 
@@ -37,8 +37,11 @@ from kvferry.services.engine.sequence import Status
 class Runner(Protocol):
     """Computes one step. Implementations: `TorchRunner`; `FakeRunner` in the tests."""
 
-    def execute(self, rows: Sequence[Scheduled]) -> list[SampledToken]:
-        """One token for each row that samples, in row order. The rows' KV is in the pool afterwards."""
+    def execute(self, schedule: Schedule) -> list[SampledToken]:
+        """One token for each row that samples, each followed by one for each of its branches, in row order.
+
+        The copies are made first; the rows' KV is in the pool afterwards.
+        """
 
 
 class Engine:
@@ -74,7 +77,8 @@ class Engine:
         with self._mutex:
             assert seq.key not in self._sequences, f"sequence {seq.key} submitted twice"
             self.scheduler.add(seq)
-            self._sequences[seq.key] = seq
+            for one in (seq, *seq.branches):
+                self._sequences[one.key] = one
             step = Schedule()
             self.scheduler.admit(step, budget=0)
             self._wake()
@@ -84,20 +88,20 @@ class Engine:
     def close(self, key: str) -> None:
         """Ends a sequence at whatever stage and gives its blocks back, after the running step at the latest.
 
-        Idempotent; an unknown key is ignored. No output follows. A receiving sequence may only be closed when nothing
-        writes into its blocks any more.
+        Idempotent; an unknown key is ignored. No output follows. A receiving sequence without branches may only
+        be closed when nothing writes into its blocks any more.
         """
         with self._mutex:
             if (seq := self._sequences.get(key)) is None:
                 return
-            if key in self._computing:
+            if (seq.parent or seq).key in self._computing:
                 self._closing.add(key)
                 return
-            self._drop(seq)
+            self._end(seq)
             self._wake()
 
     def receive_ended(self, key: str, num_received_blocks: int) -> None:
-        """Nothing writes into this receiving sequence any more; its first blocks hold their KV, it computes the rest."""
+        """Nothing writes into this receiving sequence any more; its first blocks hold their KV, the rest is due."""
         with self._mutex:
             if (seq := self._sequences.get(key)) is not None and seq.status is Status.RECEIVING:
                 seq.received_s = time.monotonic()
@@ -163,7 +167,7 @@ class Engine:
         started, sampled, failure = time.monotonic(), list[SampledToken](), None
         if schedule.rows:
             try:
-                sampled = self.runner.execute(schedule.rows)
+                sampled = self.runner.execute(schedule)
             except Exception as exc:  # the batch is lost, the engine is not
                 failure = Internal(f"the engine failed in a step: {type(exc).__name__}: {exc}")
                 failure.__cause__ = exc
@@ -177,41 +181,55 @@ class Engine:
         self, schedule: Schedule, sampled: list[SampledToken], failure: Internal | None, took_s: float
     ) -> StepReport:
         self._computing = frozenset()
-        report = StepReport(
-            admitted=[_admitted(seq) for seq in schedule.admitted],
-            blocks=[_blocks(seq, complete=True) for seq in schedule.held],
+        report = StepReport(  # what was closed while the step ran is not mentioned any more
+            admitted=[_admitted(seq) for seq in schedule.admitted if seq.status is Status.RECEIVING],
+            blocks=[_blocks(seq, complete=True) for seq in schedule.held if seq.status is Status.HELD],
             stats=self._note_step(schedule, took_s),
         )
         tokens = iter(sampled)
         for row in schedule.rows:
-            token = next(tokens) if row.samples and failure is None else None
-            if row.sequence.key in self._closing:
-                self._drop(row.sequence)
-            elif failure is not None:
-                self._drop(row.sequence)
-                report.failed.append(FailedOutput(row.sequence.key, failure))
-            else:
-                self.scheduler.computed(row)
-                self._book_row(row.sequence, token, report)
+            seq = row.sequence
+            ones = [seq, *seq.branches]
+            if failure is not None:
+                report.failed.extend(FailedOutput(one.key, failure) for one in ones if one.key not in self._closing)
+                self._drop(seq)
+                continue
+            drawn = [next(tokens) for _ in ones] if row.samples else []
+            self.scheduler.computed(row)
+            if seq.sampling is None:
+                self._book_blocks(seq, report)
+            elif drawn:
+                self._book_tokens(ones, drawn, report)
+        for key in self._closing & self._sequences.keys():
+            self._end(self._sequences[key])
         self._closing.clear()
         changes = self.pool.take_changes()
         report.changes.stored.extend(changes.stored)
         report.changes.removed.extend(changes.removed)
         return report
 
-    def _book_row(self, seq: Seq, token: SampledToken | None, report: StepReport) -> None:
-        if seq.sampling is None:
-            if complete := seq.num_uncomputed_tokens == 0:
-                self.scheduler.hold(seq)
+    def _book_blocks(self, seq: Seq, report: StepReport) -> None:
+        if complete := seq.num_uncomputed_tokens == 0:
+            self.scheduler.hold(seq)
+        if seq.key not in self._closing:
             report.blocks.append(_blocks(seq, complete))
-        elif token is not None:
-            seq.token_ids.append(token.token_id)
-            first = _first(seq) if seq.num_output_tokens == 1 else None
-            reason, stop = self._finish(seq, token.token_id)
+
+    def _book_tokens(self, ones: list[Seq], drawn: list[SampledToken], report: StepReport) -> None:
+        """Births the branches of a prompt that is computed, then gives each sequence its token."""
+        self.scheduler.fork(ones[0])
+        is_first = ones[0].num_output_tokens == 0
+        for one, token in zip(ones, drawn, strict=True):
+            if one.abandoned:
+                self._drop(one)
+            if one.abandoned or one.key in self._closing:
+                continue
+            one.token_ids.append(token.token_id)
+            first, is_first = _first(ones[0]) if is_first else None, False
+            reason, stop = self._finish(one, token.token_id)
             logprobs = None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
-            report.tokens.append(TokenOutput(seq.key, token.token_id, logprobs, reason, stop, first))
+            report.tokens.append(TokenOutput(one.key, token.token_id, logprobs, reason, stop, first))
             if reason is not None:
-                self._drop(seq)
+                self._drop(one)
 
     def _finish(self, seq: Seq, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = seq.sampling
@@ -224,10 +242,24 @@ class Engine:
             return FinishReason.LENGTH, None
         return None, None
 
+    def _end(self, seq: Seq) -> None:
+        """Closes one sequence. One whose branches wait for its prompt computes that first, for them."""
+        if seq.branches:
+            seq.abandoned = True
+        elif (parent := seq.parent) is not None:
+            parent.branches.remove(seq)
+            del self._sequences[seq.key]
+            if parent.abandoned and not parent.branches and parent.status is not Status.RECEIVING:
+                self._drop(parent)
+        else:
+            self._drop(seq)
+
     def _drop(self, seq: Seq) -> None:
+        """Takes a sequence out with all that hangs on it, and gives its blocks back."""
         self.num_recomputed_tokens += seq.num_recomputed_tokens
         self.scheduler.drop(seq)
-        del self._sequences[seq.key]
+        for one in (seq, *seq.branches):
+            del self._sequences[one.key]
 
     def _note_step(self, schedule: Schedule, took_s: float) -> StepStats:
         if not schedule.rows:

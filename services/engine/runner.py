@@ -8,10 +8,12 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.sampler import SampledToken, SampleRow, sample
-from kvferry.services.engine.scheduler import Scheduled
+from kvferry.services.engine.scheduler import Schedule, Scheduled
+from kvferry.services.engine.sequence import Sequence as Seq
 
 
 def build_batch(rows: Sequence[Scheduled], block_size: int) -> Batch:
@@ -50,25 +52,28 @@ class TorchRunner:
         self.eos_token_ids = eos_token_ids
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[Scheduled]) -> list[SampledToken]:
-        batch = build_batch(rows, self.block_size)
+    def execute(self, schedule: Schedule) -> list[SampledToken]:
+        for copy in schedule.copies:
+            self.kv_cache[copy.target] = self.kv_cache[copy.source]
+        batch = build_batch(schedule.rows, self.block_size)
         logits = self.model.forward(batch, self.kv_cache)
-        return sample(logits, [self._sample_row(row) for row in rows if row.samples])
+        sampling = [row.sequence for row in schedule.rows if row.samples]
+        if any(seq.branches for seq in sampling):  # all samples of one prompt draw from the same logits
+            logits = logits[[i for i, seq in enumerate(sampling) for _ in range(seq.num_seats)]]
+        return sample(logits, [self._row(seq, one) for seq in sampling for one in (seq, *seq.branches)])
 
-    def _sample_row(self, row: Scheduled) -> SampleRow:
-        seq = row.sequence
+    def _row(self, seq: Seq, one: Seq) -> SampleRow:
+        """How `one`, the sequence itself or a branch of it that is about to be born, draws its next token."""
         assert seq.sampling is not None
         return SampleRow(
             params=seq.sampling,
             position=seq.num_tokens,
-            index=seq.index,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens] if _uses_history(row) else (),
+            index=one.index,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens] if _uses_history(seq.sampling) else (),
             output_token_ids=seq.token_ids[seq.num_prompt_tokens :],
             eos_token_ids=self.eos_token_ids,
         )
 
 
-def _uses_history(row: Scheduled) -> bool:
-    params = row.sequence.sampling
-    assert params is not None
+def _uses_history(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or bool(params.presence_penalty) or bool(params.frequency_penalty)

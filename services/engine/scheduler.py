@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
-from kvferry.common.errors import Overloaded, PromptExceedsPool
+from kvferry.common.errors import BadRequest, Overloaded, PromptExceedsPool
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.sequence import Sequence, Status
 
@@ -38,10 +39,18 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step. `admitted`: receiving sequences that got their blocks; `held`: compute-only ones with nothing to do."""
+    """One step. `copies` come first, in order. `admitted`: receiving sequences that got their blocks; `held`:
+    compute-only ones with nothing left to do."""
 
     rows: list[Scheduled] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)
 
@@ -93,7 +102,12 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.received: deque[Sequence] = deque()  # complete receives, and failed ones: they own their blocks
         self.running: list[Sequence] = []  # in order of arrival
+        self.num_copied_blocks = 0
         self.num_preemptions = 0  # since the engine last took the count
+
+    @property
+    def num_seats(self) -> int:
+        return sum(seq.num_seats for seq in self.running)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -105,6 +119,10 @@ class Scheduler:
             raise PromptExceedsPool(
                 f"the prompt's {seq.num_prompt_tokens} tokens need {need} KV blocks of {seq.block_size} tokens; "
                 f"this node's pool has {self.pool.num_blocks}"
+            )
+        if seq.num_seats > self.limits.max_num_seqs:
+            raise BadRequest(
+                f"n {seq.num_seats} exceeds this node's max_num_seqs {self.limits.max_num_seqs}", param="n"
             )
         if len(self.waiting) >= self.limits.max_num_waiting:
             raise Overloaded(f"{len(self.waiting)} requests wait on this node already: its limit is reached")
@@ -132,8 +150,8 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step. Empty `rows`: nothing can run now."""
-        self._make_room_for_growth()
         step = Schedule()
+        self._make_room_for_growth(step)
         budget = self.limits.max_num_batched_tokens
         decodes = [seq for seq in self.running if seq.num_uncomputed_tokens == 1]
         for seq in decodes:
@@ -142,7 +160,7 @@ class Scheduler:
         for seq in self.running:
             if seq.num_uncomputed_tokens > 1 and budget > 0:
                 budget -= self._add_row(step, seq, budget)
-        while budget > 0 and self.received and len(self.running) < self.limits.max_num_seqs:
+        while budget > 0 and self.received and self._has_seats(self.received[0]):
             budget -= self._start(step, self.received.popleft(), budget)
         self.admit(step, budget)
         return step
@@ -151,7 +169,7 @@ class Scheduler:
         """Lets waiting sequences in, first come first served, as far as blocks, seats and token budget go."""
         while self.waiting:
             seq = self.waiting[0]
-            if not seq.receive and (budget <= 0 or len(self.running) >= self.limits.max_num_seqs):
+            if not seq.receive and (budget <= 0 or not self._has_seats(seq)):
                 return
             if not self._reserve(seq):
                 return
@@ -166,6 +184,22 @@ class Scheduler:
             else:
                 budget -= self._start(step, seq, budget)
 
+    def fork(self, parent: Sequence) -> None:
+        """Births all branches: each shares every block of the parent and runs on by itself."""
+        for branch in parent.branches:
+            branch.token_ids = list(parent.token_ids)
+            branch.block_table = list(parent.block_table)
+            self.pool.acquire(branch.block_table)
+            branch.names = list(parent.names)
+            branch.num_named_blocks = parent.num_named_blocks
+            branch.num_computed_tokens = parent.num_computed_tokens
+            branch.num_cached_tokens = parent.num_cached_tokens
+            branch.arrival_s, branch.admitted_s = parent.arrival_s, parent.admitted_s
+            branch.parent, branch.status = None, Status.RUNNING
+            self.running.append(branch)
+        parent.branches = []
+        self.running.sort(key=lambda s: s.arrival_s)
+
     def computed(self, row: Scheduled) -> None:
         """Books what a step computed for one row: its tokens, and names for the blocks that it filled."""
         row.sequence.num_computed_tokens += row.num_tokens
@@ -178,6 +212,9 @@ class Scheduler:
         seq.status = Status.HELD
 
     # ---- inside
+
+    def _has_seats(self, seq: Sequence) -> bool:
+        return self.num_seats + seq.num_seats <= self.limits.max_num_seqs
 
     def _prompt_budget(self, decoding: bool) -> int:
         if self.limits.max_step_ms is None or not decoding:
@@ -219,14 +256,33 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         return True
 
-    def _make_room_for_growth(self) -> None:
-        """Gives every running sequence the block that its next token goes into, at the expense of the newest."""
+    def _make_room_for_growth(self, step: Schedule) -> None:
+        """Gives every running sequence the block that its next token goes into, at the expense of the newest.
+
+        A half-filled block that branches share is copied for the one that is to write into it.
+        """
         for seq in list(self.running):
-            while seq.status is Status.RUNNING and len(seq.block_table) < seq.num_blocks_for(seq.num_tokens):
-                if self.pool.num_available:
+            while seq.status is Status.RUNNING and (short := self._lacks_block(seq)):
+                if not self.pool.num_available:
+                    self._preempt(self.running[-1])
+                elif short == "new":
                     seq.block_table.extend(self.pool.allocate(1))
                 else:
-                    self._preempt(self.running[-1])
+                    step.copies.append(self._copy_on_write(seq))
+
+    def _lacks_block(self, seq: Sequence) -> Literal["", "new", "own"]:
+        if len(seq.block_table) < seq.num_blocks_for(seq.num_tokens):
+            return "new"
+        at = seq.num_computed_tokens // seq.block_size
+        return "own" if at >= seq.num_named_blocks and self.pool.is_shared(seq.block_table[at]) else ""
+
+    def _copy_on_write(self, seq: Sequence) -> BlockCopy:
+        at = seq.num_computed_tokens // seq.block_size
+        old, (new,) = seq.block_table[at], self.pool.allocate(1)
+        self.pool.release([old])
+        seq.block_table[at] = new
+        self.num_copied_blocks += 1
+        return BlockCopy(old, new)
 
     def _preempt(self, seq: Sequence) -> None:
         """Gives all blocks back; the sequence will be computed again, as if nothing had happened."""

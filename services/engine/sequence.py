@@ -9,7 +9,8 @@ Who owns which stretch of a sequence's tokens (half-open):
 and of its block table:
 
     [0, num_named_blocks)                     full, named, immutable, maybe shared
-    [num_named_blocks, len(block_table))      private to this sequence
+    [num_named_blocks, len(block_table))      private to this sequence, but for the half-filled last block of a prompt
+                                              whose branches have not written yet: copied by whoever writes first
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Status(enum.Enum):
 class Sequence:
     """`sampling` None: compute the KV of the tokens and stop there. `receive`: the prompt's blocks come from a peer.
 
-    A compute-only sequence has only whole blocks of tokens.
+    A compute-only sequence has only whole blocks of tokens. `branches` are further samples of the same prompt: each is
+    born, sharing all blocks, when the prompt is computed, and until then knows its `parent`.
     """
 
     key: str
@@ -58,6 +60,9 @@ class Sequence:
     admitted_s: float = 0.0
     received_s: float = 0.0
     names: list[bytes] = field(default_factory=list)
+    branches: list[Sequence] = field(default_factory=list)
+    parent: Sequence | None = None
+    abandoned: bool = False  # closed, but computes the prompt for its branches
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +80,16 @@ class Sequence:
     def num_cacheable_blocks(self) -> int:
         """Leading full blocks that a cache hit may supply; one that samples always recomputes its last token."""
         return (self.num_tokens - (self.sampling is not None)) // self.block_size
+
+    @property
+    def num_seats(self) -> int:
+        """Places in the batch that it takes, now or once its branches are born."""
+        return 1 + len(self.branches)
+
+    def add_branch(self, key: str, index: int) -> None:
+        branch = Sequence(key, [], self.num_prompt_tokens, self.root, self.block_size, self.sampling, index)
+        branch.parent = self
+        self.branches.append(branch)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

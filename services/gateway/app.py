@@ -121,6 +121,7 @@ async def serve(config: Config) -> None:
                 on_drain=gateway.drain,
                 on_grace_over=gateway.end_grace,
             )
+            log.info("gateway stopped")
         finally:
             await index.aclose()
     finally:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
 import time
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.services.gateway.errors import BodyTooLarge
+from kvferry.services.gateway.errors import BodyTooLarge, RequestTimeout
 
 log = logging.getLogger("kvferry.access")
 
@@ -47,16 +49,25 @@ class RequestIds:
             log.log(level, "%s %s %s %.3fs %s", scope["method"], scope["path"], status or "gone", took_s, request_id)
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Raises BodyTooLarge as soon as that is known."""
+async def read_body(request: Request, limit_bytes: int, stall_timeout_s: float) -> bytes:
+    """Raises BodyTooLarge as soon as that is known, and RequestTimeout when nothing comes for too long."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes, the limit is {limit_bytes}")
     chunks: list[bytes] = []
     num_bytes = 0
-    async for chunk in request.stream():
+    stream = request.stream()
+    while (chunk := await _next_chunk(stream, stall_timeout_s)) is not None:
         num_bytes += len(chunk)
         if num_bytes > limit_bytes:
             raise BodyTooLarge(f"the body has more than {limit_bytes} bytes, the limit")
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+async def _next_chunk(stream: AsyncIterator[bytes], timeout_s: float) -> bytes | None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream, None)
+    except TimeoutError as exc:
+        raise RequestTimeout(f"nothing of the body came for {timeout_s:g} s") from exc

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 
 import orjson
@@ -27,6 +28,12 @@ RETRY_AFTER_S = 1
 class BodyTooLarge(KvferryError):
     code = "body_too_large"
     http_status = 413
+    type = "invalid_request_error"
+
+
+class RequestTimeout(KvferryError):
+    code = "request_timeout"
+    http_status = 408
     type = "invalid_request_error"
 
 
@@ -53,8 +60,7 @@ def from_validation(exc: ValidationError) -> BadRequest:
     param = param_of([part for part in first["loc"] if isinstance(part, int) or part.isidentifier()])
     if first["type"] == "missing":
         return BadRequest(f"{param} is required", param=param)
-    value = repr(first["input"])
-    shown = value if len(value) <= 80 else value[:77] + "..."
+    shown = reprlib.repr(first["input"])
     return BadRequest(f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {shown}", param=param)
 
 

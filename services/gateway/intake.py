@@ -17,7 +17,7 @@ from kvferry.common.config import nearest
 from kvferry.common.errors import BadRequest, ContextTooLong, ModelNotFound, Unavailable
 from kvferry.common.requests import SamplingParams
 from kvferry.services.gateway.choice import TextParams
-from kvferry.services.gateway.messages import Prompt, parse_messages
+from kvferry.services.gateway.messages import Prompt
 from kvferry.services.gateway.nodes import NodeTable
 from kvferry.services.gateway.openai import (
     DEFAULT_MAX_TOKENS,
@@ -67,21 +67,20 @@ class Intake:
     async def completion(self, body: CompletionRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
-        prompts = body.prompts()
         limit = await self._limit()
-        ids = [await self._prompt_ids(prompt, limit, add_special_tokens=body.add_special_tokens) for prompt in prompts]
-        jobs = tuple(_prompt_job(body, prompt_ids, limit, DEFAULT_MAX_TOKENS, "prompt") for prompt_ids in ids)
+        special = body.add_special_tokens is not False
+        prompts = [await self._ids(prompt, limit, add_special_tokens=special) for prompt in body.prompts]
+        jobs = tuple(_prompt_job(body, ids, limit, DEFAULT_MAX_TOKENS, "prompt") for ids in prompts)
         return _job(body, jobs, response_id, request_id, received_at)
 
     async def chat(self, body: ChatRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
-        messages = body.conversation()
         limit = await self._limit()
 
         def encode() -> list[int]:
             text = self._tokenizer.render(
-                messages,
+                body.messages,
                 tools=body.tools or None,
                 add_generation_prompt=body.add_generation_prompt,
                 variables=body.template_variables,
@@ -89,7 +88,7 @@ class Intake:
             self._check_chars(text, limit, "messages")
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-        ids = await _off_loop(encode, _num_chars(messages))
+        ids = await _off_loop(encode, _num_chars(body.messages))
         job = _prompt_job(body, ids, limit, limit, "messages")
         return _job(body, (job,), response_id, request_id, received_at)
 
@@ -97,7 +96,7 @@ class Intake:
         self.check_model(body.model)
         if body.prompt is not None:
             return await self._encode(body.prompt, body.add_special_tokens is not False)
-        messages = parse_messages(body.messages or [])
+        messages = body.messages or []
 
         def encode() -> list[int]:
             text = self._tokenizer.render(
@@ -124,7 +123,7 @@ class Intake:
 
     def _check(self, body: Generation) -> None:
         self.check_model(body.model)
-        self.check_ids([token_id for token_id, _ in body.bias()], "logit_bias")
+        self.check_ids([token_id for token_id, _ in body.biases], "logit_bias")
         self.check_ids(body.stop_token_ids, "stop_token_ids")
 
     async def _limit(self) -> int:
@@ -135,12 +134,12 @@ class Intake:
             raise Unavailable("no node is registered yet")
         return limit
 
-    async def _prompt_ids(self, prompt: Prompt, limit: int, *, add_special_tokens: bool | None) -> list[int]:
+    async def _ids(self, prompt: Prompt, limit: int, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, list):
             self.check_ids(prompt, "prompt")
             return prompt
         self._check_chars(prompt, limit, "prompt")
-        return await self._encode(prompt, add_special_tokens is not False)
+        return await self._encode(prompt, add_special_tokens)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return await _off_loop(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text))

@@ -5,6 +5,7 @@ Written by hand where pydantic's unions would answer with a list of everything t
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
@@ -52,7 +53,7 @@ def _message(message: object, at: str) -> dict[str, Any]:
         _refuse(at, "must be an object with role and content")
     role = message.get("role")
     if role not in _ROLES:
-        _refuse(f"{at}.role", f"must be one of {', '.join(_ROLES)}, got {role!r}")
+        _refuse(f"{at}.role", f"must be one of {', '.join(_ROLES)}, got {reprlib.repr(role)}")
     tool_calls = message.get("tool_calls")
     if tool_calls is not None and (role != "assistant" or not isinstance(tool_calls, list)):
         _refuse(f"{at}.tool_calls", "must be a list, in an assistant message")
@@ -89,7 +90,7 @@ def _part(part: object, at: str) -> str:
         _refuse(at, "must be an object with type and text")
     kind = part.get("type")
     if kind != "text":
-        _refuse(at, f"of type {kind!r} is not supported: this model reads text")
+        _refuse(at, f"of type {reprlib.repr(kind)} is not supported: this model reads text")
     text = part.get("text")
     if not isinstance(text, str):
         _refuse(f"{at}.text", "must be a string")
@@ -100,7 +101,7 @@ def check_tools(tools: Sequence[object], choice: object) -> None:
     """Raises BadRequest on tools that are malformed or contradict `tool_choice`, and on any that would be called."""
     names = [_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     if not isinstance(choice, Mapping) and choice not in (None, "none", "auto", "required"):
-        _refuse("tool_choice", f"must be none, auto, required or a function, got {choice!r}")
+        _refuse("tool_choice", f"must be none, auto, required or a function, got {reprlib.repr(choice)}")
     if choice not in (None, "none") and not names:
         _refuse("tool_choice", "needs tools")
     if isinstance(choice, Mapping):
@@ -109,7 +110,7 @@ def check_tools(tools: Sequence[object], choice: object) -> None:
         if choice.get("type") != "function" or not isinstance(named, str):
             _refuse("tool_choice", 'must look like {"type": "function", "function": {"name": …}}')
         if named not in names:
-            _refuse("tool_choice", f"names {named!r}, which is not in tools")
+            _refuse("tool_choice", f"names {reprlib.repr(named)}, which is not in tools")
     if names and choice != "none":
         _refuse("tools", 'with tool_choice other than "none" is not supported')
 

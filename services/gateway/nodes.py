@@ -23,7 +23,7 @@ log = logging.getLogger("kvferry.gateway")
 POLL_S = 1.0
 MIN_REFRESH_S = 0.1
 INDEX_PAUSE_S = 1.0  # no lookups for so long after one failed
-EMPTY_GRACE_S = 5.0  # an index that suddenly knows nobody was flushed, more likely than that everyone left
+RETURN_GRACE_S = 6.0  # for nodes to announce themselves again, after the index was away or emptied
 MAX_NAMINGS = 4
 LONG_PROMPT_TOKENS = 4096  # longer ones are hashed off the event loop
 
@@ -40,7 +40,8 @@ class NodeTable:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._refreshed_at = float("-inf")
-        self._seen_at = float("-inf")
+        self._grace_until = float("-inf")
+        self._had_records = False
 
     async def refresh(self) -> None:
         """Asks the index now, unless somebody just did. Never raises: the last known nodes stay."""
@@ -54,22 +55,29 @@ class NodeTable:
                     log.warning("index unavailable, going on with the %d nodes last seen: %s", len(self.nodes), exc)
                 self.index_ok = False
             else:
-                self.index_ok = True
                 self._take(records)
+                self.index_ok = True
             self._refreshed_at = self._clock()
 
     def _take(self, records: Sequence[NodeRecord]) -> None:
+        """A node that left is gone at once. But an index that was away, or knows nobody, has forgotten them."""
         now = self._clock()
-        if records:
-            self._seen_at = now
-        elif self.nodes and now - self._seen_at < EMPTY_GRACE_S:
-            return
-        self.nodes = tuple(record for record in records if record.model == self._model)
-        strangers = tuple(record for record in records if record.model != self._model)
-        for new in {r.instance_id for r in strangers} - {r.instance_id for r in self.strangers}:
-            record = next(r for r in strangers if r.instance_id == new)
-            log.warning("node %s serves model %r, not %r: not used", record.node_id, record.model, self._model)
-        self.strangers = strangers
+        if not self.index_ok or (self._had_records and not records):
+            self._grace_until = now + RETURN_GRACE_S
+        self._had_records = bool(records)
+        mine = [record for record in records if record.model == self._model]
+        if now < self._grace_until:
+            known = {record.node_id for record in mine}
+            mine += [record for record in self.nodes if record.node_id not in known]
+        self.nodes = tuple(mine)
+        self._note_strangers([record for record in records if record.model != self._model])
+
+    def _note_strangers(self, strangers: Sequence[NodeRecord]) -> None:
+        known = {record.instance_id for record in self.strangers}
+        for record in strangers:
+            if record.instance_id not in known:
+                log.warning("node %s serves model %r, not %r: not used", record.node_id, record.model, self._model)
+        self.strangers = tuple(strangers)
 
     @property
     def ready_decode(self) -> list[NodeRecord]:
@@ -101,6 +109,7 @@ class PrefixLookup:
         self._metrics = metrics
         self._clock = clock
         self._paused_until = float("-inf")
+        self._is_failing = False
 
     async def match(self, token_ids: Sequence[int], cache_salt: str, cards: Sequence[LayoutCard]) -> dict[str, int]:
         """Instance id -> leading blocks. Empty when the index does not answer in time. Never raises."""
@@ -116,8 +125,11 @@ class PrefixLookup:
         except (IndexUnavailable, TimeoutError) as exc:
             self._metrics.index_failures.inc()
             self._paused_until = self._clock() + INDEX_PAUSE_S
-            log.warning("prefix lookup failed, routing by load alone: %s", str(exc) or "timeout")
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            log.log(level, "prefix lookup failed, routing by load alone: %s", str(exc) or "timeout")
+            self._is_failing = True
             return {}
+        self._is_failing = False
         self._metrics.index_lookups.inc()
         return matches
 

@@ -2,7 +2,8 @@
 
 A field has one of four fates. Known and served: typed strictly and checked against vLLM's range. Known and not
 served: refused by name, unless it has the value that means "off". Unknown: ignored. Null: as if it were absent.
-Nothing here knows of tokenizers or nodes; what depends on the model is checked in `intake.py`.
+Nothing here knows of tokenizers or nodes; what depends on the model is checked in `intake.py`. All that can be checked
+without it is checked by `parse`, which may run in any thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvferry.common.errors import BadRequest
 from kvferry.common.requests import SamplingParams
@@ -23,6 +24,8 @@ MAX_CHOICES = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 16_384
+MAX_NAME_CHARS = 512
 DEFAULT_MAX_TOKENS = 16
 
 # Field -> the values that mean "off". Anything else is refused by name.
@@ -101,13 +104,20 @@ class StreamOptions(Shape):
     continuous_usage_stats: bool = False
 
 
+def _token_biases(biases: dict[str, float]) -> dict[str, float]:
+    """Keys must be token ids. Values are cut to OpenAI's range, as vLLM does."""
+    if not all(key.removeprefix("-").isdecimal() for key in biases):
+        raise BadRequest("logit_bias: keys must be token ids", param="logit_bias")
+    return {key: min(100.0, max(-100.0, value)) for key, value in biases.items()}
+
+
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Generation(Shape):
     """What completions and chats have in common."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
     n: int = Field(1, ge=1, le=MAX_N)
     best_of: int | None = None
     max_tokens: TokenCount | None = None
@@ -119,7 +129,7 @@ class Generation(Shape):
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], AfterValidator(_token_biases)] = {}
     stop: list[str] = Field([], max_length=MAX_STOPS)
     stop_token_ids: list[int] = Field([], max_length=1024)
     include_stop_str_in_output: bool = False
@@ -156,13 +166,9 @@ class Generation(Shape):
         """What the client set for the completion, if anything."""
         raise NotImplementedError
 
-    def bias(self) -> tuple[tuple[int, float], ...]:
-        """Raises BadRequest on keys that are no token ids. Values are clamped to OpenAI's range, as vLLM does."""
-        try:
-            pairs = [(int(key), value) for key, value in self.logit_bias.items()]
-        except ValueError as exc:
-            raise BadRequest("logit_bias: keys must be token ids", param="logit_bias") from exc
-        return tuple((token_id, min(100.0, max(-100.0, value))) for token_id, value in pairs)
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        return tuple((int(token_id), bias) for token_id, bias in self.logit_bias.items())
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -175,7 +181,7 @@ class Generation(Shape):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias=self.bias(),
+            logit_bias=self.biases,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=seed & (2**64 - 1),
@@ -183,10 +189,14 @@ class Generation(Shape):
         )
 
 
+Messages = Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(parse_messages)]
+"""Parsed: roles and contents are checked, text parts joined."""
+
+
 class CompletionRequest(Generation):
     unsupported = _UNSUPPORTED_COMPLETION
 
-    prompt: Any
+    prompt: Annotated[Any, AfterValidator(parse_prompts)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: TokenCount | None = None
 
@@ -199,18 +209,22 @@ class CompletionRequest(Generation):
         """OpenAI's name on the chat endpoint is honoured here too; the tighter one rules."""
         return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
-    def prompts(self) -> list[Prompt]:
-        """Raises BadRequest on anything but a string, token ids, or a list of either."""
-        prompts = parse_prompts(self.prompt)
-        if len(prompts) * self.n > MAX_CHOICES:
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Self:
+        if len(self.prompts) * self.n > MAX_CHOICES:
             raise BadRequest(f"prompt: at most {MAX_CHOICES} choices (prompts times n) in one request", param="prompt")
+        return self
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        prompts: list[Prompt] = self.prompt
         return prompts
 
 
 class ChatRequest(Generation):
     unsupported = _UNSUPPORTED_CHAT
 
-    messages: list[Any] = Field(min_length=1)
+    messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: TokenCount | None = None
@@ -236,10 +250,6 @@ class ChatRequest(Generation):
         """The newer name rules where both are given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Messages as the chat template wants them. Raises BadRequest naming the message."""
-        return parse_messages(self.messages)
-
     @property
     def template_variables(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
@@ -249,9 +259,9 @@ class ChatRequest(Generation):
 class TokenizeRequest(Shape):
     """vLLM's `/tokenize`: either `prompt` or `messages`."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
     prompt: str | None = None
-    messages: list[Any] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -265,5 +275,5 @@ class TokenizeRequest(Shape):
 
 
 class DetokenizeRequest(Shape):
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_NAME_CHARS)
     tokens: list[Annotated[int, Field(ge=0)]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -22,12 +23,17 @@ from kvferry.services.gateway.openai import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    Shape,
     TokenizeRequest,
 )
 from kvferry.services.gateway.respond import RunResponse
 from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
 from kvferry.services.gateway.run import Run
 from kvferry.services.gateway.serving import Service
+
+LARGE_BODY_BYTES = 64 * 2**10  # larger ones are parsed off the event loop
+
+T = TypeVar("T", bound=Shape)
 
 
 class PlanNotFound(KvferryError):
@@ -66,14 +72,14 @@ class Routes:
     # ---- generation
 
     async def completions(self, request: Request) -> Response:
-        body = CompletionRequest.parse(await self._body(request))
+        body = await self._parse(CompletionRequest, request)
         job = await self._intake.completion(body, f"cmpl-{secrets.token_hex(16)}", request.state.request_id)
         usage = _wants_usage(body)
         writer = CompletionWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
         return self._run(body, job, writer)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = ChatRequest.parse(await self._body(request))
+        body = await self._parse(ChatRequest, request)
         job = await self._intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}", request.state.request_id)
         usage = _wants_usage(body)
         writer = ChatWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
@@ -110,7 +116,7 @@ class Routes:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        body = TokenizeRequest.parse(await self._body(request))
+        body = await self._parse(TokenizeRequest, request)
         ids = await self._intake.tokenize(body)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._service.table.max_model_len, "tokens": ids}
         if body.return_token_strs:
@@ -118,7 +124,7 @@ class Routes:
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        body = DetokenizeRequest.parse(await self._body(request))
+        body = await self._parse(DetokenizeRequest, request)
         self._intake.check_model(body.model)
         self._intake.check_ids(body.tokens, "tokens")
         return _json({"prompt": self._service.tokenizer.decode(body.tokens)})
@@ -155,8 +161,9 @@ class Routes:
             )
         return _json({"request_id": request_id, "plans": reasons})
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._config.max_body_bytes)
+    async def _parse(self, shape: type[T], request: Request) -> T:
+        raw = await read_body(request, self._config.max_body_bytes, self._config.client_stall_timeout)
+        return shape.parse(raw) if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(shape.parse, raw)
 
 
 def _wants_usage(body: Generation) -> bool:

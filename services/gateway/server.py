@@ -19,6 +19,7 @@ from kvferry.services.gateway.respond import ABORT_EXTENSION
 log = logging.getLogger("kvferry.gateway")
 
 LISTEN_BACKLOG = 2048
+KEEP_ALIVE_S = 75  # for the next request, or the rest of a header
 AFTER_DRAIN_S = 5.0  # for the last events to leave
 
 
@@ -42,7 +43,21 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets the app drop a connection at once, with what the client has not accepted."""
+    """Drops connections that send no whole request, and lets the app drop one at once with all that is unsent."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_request()
+
+    def _expect_request(self) -> None:
+        """uvicorn waits for ever for the first request and for the rest of a header."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -74,7 +89,7 @@ def uvicorn_config(app: Any, drain_s: float) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
         backlog=LISTEN_BACKLOG,
     )

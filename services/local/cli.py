@@ -12,12 +12,11 @@ from kvferry.common.errors import KvferryError, StartupError
 from kvferry.common.models import ALIASES, resolve_model
 from kvferry.common.nodes import Role
 from kvferry.services.local.flags import Parser, add_config_flags, given_flags
-
-CONFIG_EXIT = 2
-"""Exit status of everything that the operator must mend; a supervisor does not restart it."""
+from kvferry.services.local.launch import CONFIG_EXIT
 
 _WORKER_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 _NODE_SECTIONS = ("cluster", "engine", "node")
+_GATEWAY_FIELDS = ("drain_s", "peer_timeout_s")  # of the nodes' section, and the gateway's business too
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -46,15 +45,17 @@ def _parser() -> Parser:
     parser = Parser(prog="kvferry", description="LLM serving with prefill and decode on separate nodes.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Run, help_text: str, sections: Sequence[str] = ()) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Run, help_text: str, sections: Sequence[str] = (), fields: Sequence[str] = ()
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         command.set_defaults(run=run, parser=command)
         if sections:
-            add_config_flags(command, sections)
+            add_config_flags(command, sections, fields)
         return command
 
     add("up", _up, "run a whole cluster on this machine", ("local", "cluster", "gateway", "engine", "node"))
-    add("gateway", _gateway, "run the HTTP gateway", ("cluster", "gateway"))
+    add("gateway", _gateway, "run the HTTP gateway", ("cluster", "gateway"), _GATEWAY_FIELDS)
     add("prefill", _prefill, "run a prefill node", _NODE_SECTIONS)
     add("decode", _decode, "run a decode node", _NODE_SECTIONS)
     add("both", _both, "run a node that does prefill and decode", _NODE_SECTIONS)

@@ -17,8 +17,8 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._tty = self._stream.isatty()
-        self._colour = self._tty and "NO_COLOR" not in os.environ
+        self.is_terminal = self._stream.isatty()
+        self._colour = self.is_terminal and "NO_COLOR" not in os.environ
         self._names: list[str] = []
         self._status = ""
 
@@ -33,13 +33,13 @@ class Console:
     def status(self, text: str) -> None:
         """The line below all others, replaced by the next one; "" removes it. Not shown where there is no terminal."""
         self._status = text
-        if self._tty:
+        if self.is_terminal:
             self._write(f"{_CLEAR}{text}")
 
     def _line(self, name: str, colour: int, text: str) -> None:
         label = f"{name:<{_NAME_WIDTH}} |"
         label = f"\x1b[{colour}m{label}\x1b[0m" if self._colour else label
-        below = self._status if self._tty else ""
+        below = self._status if self.is_terminal else ""
         self._write(f"{_CLEAR if below else ''}{label} {text}\n{below}")
 
     def _write(self, text: str) -> None:

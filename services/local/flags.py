@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvferry.common.config import SECTIONS, Config, nearest
+from kvferry.common.config import SECTION_OF, SECTIONS, Config, nearest
 from kvferry.common.errors import ConfigError
 
 ALIASES = {"num_prefill": "--prefill", "num_decode": "--decode", "num_both": "--both"}
@@ -37,16 +37,21 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
-def add_config_flags(parser: argparse.ArgumentParser, sections: Iterable[str]) -> None:
-    """Values stay strings; `load_config` parses them by the field's type. Flags that are not given leave no trace."""
+def add_config_flags(parser: argparse.ArgumentParser, sections: Iterable[str], fields: Iterable[str] = ()) -> None:
+    """Flags for whole sections and single fields of others. Those that are not given leave no trace.
+
+    Values stay strings; `load_config` parses them by the field's type.
+    """
     parser.add_argument("--config", metavar="FILE", default=None, help="TOML or YAML file with the sections below")
     for section in sections:
         group = parser.add_argument_group(f"{section} options")
         for field, info in SECTIONS[section].model_fields.items():
             _add_flag(group, field, info)
+    for field in fields:
+        _add_flag(parser, field, SECTIONS[SECTION_OF[field]].model_fields[field])
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: str, info: FieldInfo) -> None:
+def _add_flag(group: argparse._ActionsContainer, field: str, info: FieldInfo) -> None:
     names = [f"--{field.replace('_', '-')}"]
     if field in ALIASES:
         names.insert(0, ALIASES[field])

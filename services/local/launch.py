@@ -10,6 +10,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+CONFIG_EXIT = 2
+"""Exit status of whatever the operator must mend: a supervisor ends with it and starts nothing again."""
 
 
 def main(arguments: list[str]) -> None:
@@ -24,7 +26,7 @@ def main(arguments: list[str]) -> None:
         os.execvp(program[0], program)
     except OSError as exc:
         print(f"cannot run {program[0]}: {exc.strerror}", file=sys.stderr)
-        raise SystemExit(2) from None  # what `up` takes for: the operator must act
+        raise SystemExit(CONFIG_EXIT) from None
 
 
 if __name__ == "__main__":

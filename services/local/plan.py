@@ -33,7 +33,7 @@ def redis_program(binary: Path, folder: Path) -> Program:
     async def is_ready() -> bool:
         return await redis_problem(redis_url(folder), "kvferry", READY_TIMEOUT_S) is None
 
-    return Program("redis", tuple(redis_command(binary, folder)), is_ready, grace_s=GRACE_S)
+    return Program("redis", tuple(redis_command(binary, folder)), is_ready, grace_s=GRACE_S, quiet=True)
 
 
 async def redis_problem(url: str, namespace: str, timeout_s: float) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from kvferry.common.errors import StartupError
 
 MAX_MEMORY = "512mb"
+_MAX_FOLDER_BYTES = 70
 
 
 def find_redis_server() -> Path:
@@ -37,6 +40,12 @@ def redis_command(binary: Path, folder: Path) -> list[str]:
         "maxmemory-policy": "volatile-lru",
     }
     return [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def make_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder whose path leaves room for the socket's name: such an address has 108 bytes at most."""
+    too_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
+    return tempfile.TemporaryDirectory(prefix="kvferry-", dir="/tmp" if too_long else None)
 
 
 def socket_path(folder: Path) -> Path:

@@ -22,8 +22,8 @@ from pathlib import Path
 from kvferry.common.errors import StartupError
 from kvferry.services.local import launch
 from kvferry.services.local.console import Console
+from kvferry.services.local.launch import CONFIG_EXIT
 
-CONFIG_EXIT = 2
 TAIL_LINES = 20
 READY_CHECK_S = 0.2
 
@@ -36,6 +36,7 @@ class Program:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     niceness: int = 0
     grace_s: float = 10.0  # from SIGTERM to SIGKILL
+    quiet: bool = False  # its lines are shown only when it has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class Child:
     def _show(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         self._tail.append(text)
-        self._console.log(self.program.name, text)
+        if not self.program.quiet:
+            self._console.log(self.program.name, text)
 
     async def _watch_ready(self) -> None:
         begun = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import tempfile
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -18,7 +17,7 @@ from kvferry.common.models import ALIASES, resolve_model
 from kvferry.services.local import plan
 from kvferry.services.local.console import Console
 from kvferry.services.local.prepare import is_prepared
-from kvferry.services.local.redis_server import find_redis_server, redis_url
+from kvferry.services.local.redis_server import find_redis_server, make_folder, redis_url
 from kvferry.services.local.supervisor import Fleet
 
 INTERRUPTED_EXIT = 130
@@ -48,7 +47,7 @@ class _Up:
             asyncio.get_running_loop().add_signal_handler(sig, self._on_signal)
         async with AsyncExitStack() as stack:
             stack.callback(_sweep_shared_memory, self._config.node.shm_dir)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+            folder = Path(stack.enter_context(make_folder()))
             stack.push_async_callback(self._fleet.drain)
             await self._unless_stopped(self._start(folder))
             if not self._stop.is_set():
@@ -132,7 +131,7 @@ class _Up:
                 if elapsed_s > timeout_s:
                     raise StartupError(f"not ready within {timeout_s:g} s (--ready-timeout): {waiting}")
                 self._console.status(f"waiting for {waiting} ({elapsed_s:.0f} s)")
-                if time.monotonic() - said > PLAIN_STATUS_EVERY_S:
+                if not self._console.is_terminal and time.monotonic() - said > PLAIN_STATUS_EVERY_S:
                     said = time.monotonic()
                     self._console.say(f"waiting for {waiting} ({elapsed_s:.0f} s)")
                 await asyncio.wait([ready], timeout=STATUS_EVERY_S)

@@ -22,7 +22,9 @@ def test_without_a_quota_the_affinity_counts(tmp_path, affinity):
     assert available_cores(tmp_path, tmp_path / "none") == 8
 
 
-@pytest.mark.parametrize(("limit", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("garbage", 8)])
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("garbage", 8)]
+)
 def test_groups_v2(tmp_path, affinity, limit, cores):
     write(tmp_path / "self", "0::/system/box\n")
     write(tmp_path / "fs" / "system" / "box" / "cpu.max", limit)

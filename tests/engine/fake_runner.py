@@ -4,10 +4,10 @@ wrong, stale or unwritten slot is caught where it happens, and every produced to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.services.engine.sampler import SampledToken
-from kvferry.services.engine.scheduler import Scheduled
+from kvferry.services.engine.scheduler import Schedule
 
 VOCAB = 50
 
@@ -38,14 +38,19 @@ class FakeRunner:
         self.block_size = block_size
         self.slots: list[list[bytes]] = [[b"unwritten"] * block_size for _ in range(num_blocks)]
         self.fail_next = False
+        self.during: Callable[[], None] | None = None  # runs while a step computes
         self.num_tokens = 0
 
-    def execute(self, rows: Sequence[Scheduled]) -> list[SampledToken]:
+    def execute(self, schedule: Schedule) -> list[SampledToken]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("boom")
+        for copy in schedule.copies:
+            self.slots[copy.target] = list(self.slots[copy.source])
+        if self.during is not None:
+            self.during()
         sampled: list[SampledToken] = []
-        for row in rows:
+        for row in schedule.rows:
             seq, table = row.sequence, row.sequence.block_table
             history = b""
             for i in range(row.start):  # all that attention would read
@@ -59,7 +64,8 @@ class FakeRunner:
             self.num_tokens += row.num_tokens
             if row.samples:
                 assert seq.sampling is not None
-                sampled.append(SampledToken(next_token(history, seq.sampling.seed)))
+                for one in (seq, *seq.branches):
+                    sampled.append(SampledToken(next_token(history, seq.sampling.seed + 100 * one.index)))
         return sampled
 
     def fill(self, block_ids: Sequence[int], tokens: Sequence[int], first_block: int) -> None:

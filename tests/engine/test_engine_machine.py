@@ -25,6 +25,7 @@ from tests.engine.fake_runner import FakeRunner, generate
 BLOCK = 4
 POOL = 24
 ROOT = root_name("model", "numerics")
+_BRANCHES = st.sampled_from((1, 1, 1, 2, 4))
 PREFIXES = [[p * 10 + i % 7 for i in range(30)] for p in range(3)]
 
 
@@ -35,6 +36,7 @@ class Expected:
     got: list[int] = field(default_factory=list)
     ended: bool = False
     offered: tuple[int, ...] = ()
+    index: int = 0
 
 
 def make_engine(num_blocks: int = POOL, **limits: int) -> tuple[Engine, FakeRunner, list[StepReport]]:
@@ -62,14 +64,18 @@ class EngineMachine(RuleBasedStateMachine):
     def _prompt(self, prefix: int, shared: int, own: int) -> list[int]:
         return PREFIXES[prefix][:shared] + [random.Random(own).randrange(50) for _ in range(own)] or [1]
 
-    def _submit(self, prompt: list[int], params: SamplingParams | None, receive: bool = False) -> None:
+    def _submit(self, prompt: list[int], params: SamplingParams | None, receive: bool = False, n: int = 1) -> None:
         self.serial += 1
-        key = f"s{self.serial}"
-        self.expected[key] = Expected(prompt, params)
+        keys = [f"s{self.serial}.{index}" for index in range(n)]
+        self.expected |= {key: Expected(prompt, params, index=index) for index, key in enumerate(keys)}
+        seq = make_sequence(keys[0], prompt, params, receive)
+        for index, key in enumerate(keys[1:], 1):
+            seq.add_branch(key, index)
         try:
-            self.engine.submit(make_sequence(key, prompt, params, receive))
+            self.engine.submit(seq)
         except (PromptExceedsPool, Overloaded):
-            del self.expected[key]
+            for key in keys:
+                del self.expected[key]
         self._digest()
 
     def _digest(self) -> None:
@@ -83,7 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
                 want.got.append(token.token_id)
                 want.ended = token.finish_reason is not None
                 assert want.params is not None
-                assert want.got == generate(want.prompt, len(want.got), want.params.seed), token.key
+                alone = generate(want.prompt, len(want.got), want.params.seed + 100 * want.index)
+                assert want.got == alone, token.key
                 assert want.ended == (len(want.got) == want.params.max_tokens)
             for blocks in report.blocks:
                 want = self.expected[blocks.key]
@@ -99,14 +106,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert not set(report.changes.removed) - self.names
             self.names = (self.names | set(report.changes.stored)) - set(report.changes.removed)
 
-    @rule(prefix=st.integers(0, 2), shared=st.integers(0, 30), own=st.integers(0, 12), new=st.integers(1, 14))
-    def submit(self, prefix: int, shared: int, own: int, new: int) -> None:
+    @rule(
+        prefix=st.integers(0, 2), shared=st.integers(0, 30), own=st.integers(0, 12), new=st.integers(1, 14), n=_BRANCHES
+    )
+    def submit(self, prefix: int, shared: int, own: int, new: int, n: int) -> None:
         seed = new % 3
-        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=new, seed=seed))
+        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=new, seed=seed), n=n)
 
-    @rule(prefix=st.integers(0, 2), shared=st.integers(5, 30), own=st.integers(0, 8), new=st.integers(1, 6))
-    def submit_receiving(self, prefix: int, shared: int, own: int, new: int) -> None:
-        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=new), receive=True)
+    @rule(prefix=st.integers(0, 2), shared=st.integers(5, 30), own=st.integers(0, 8), n=_BRANCHES)
+    def submit_receiving(self, prefix: int, shared: int, own: int, n: int) -> None:
+        self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=4), receive=True, n=n)
 
     @rule(prefix=st.integers(0, 2), blocks=st.integers(1, 7))
     def submit_compute_only(self, prefix: int, blocks: int) -> None:
@@ -123,7 +132,9 @@ class EngineMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.receives)))
         admitted = self.receives.pop(key)
         if cancel:
-            self.expected[key].ended = True
+            for one in [k for k in self.expected if k.split(".")[0] == key.split(".")[0]]:
+                self.expected[one].ended = True
+                self.engine.close(one)
             self.engine.close(key)
         elif lost:
             self.runner.spoil(admitted.block_ids)
@@ -134,9 +145,27 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        live = [k for k, e in self.expected.items() if not e.ended and k not in self.receives]
-        if live:
+        if live := self._cancellable():
             self._cancel(data.draw(st.sampled_from(live)))
+
+    @rule(data=st.data())
+    def cancel_while_a_step_computes(self, data: st.DataObject) -> None:
+        def during() -> None:
+            live = [k for k in self._cancellable() if k not in self.receives]
+            if live:
+                self._cancel(data.draw(st.sampled_from(live)))
+
+        self.runner.during = during
+        self.engine.step()
+        self.runner.during = None
+        self._digest()
+
+    def _cancellable(self) -> list[str]:
+        """Sequences that may be closed now: not the last choice of a prompt that is being received."""
+        live = [k for k, e in self.expected.items() if not e.ended]
+        receiving = {key.split(".")[0] for key in self.receives}
+        mates = [k.split(".")[0] for k in live]
+        return [k for k, mate in zip(live, mates, strict=True) if mate not in receiving or mates.count(mate) > 1]
 
     def _cancel(self, key: str) -> None:
         self.expected[key].ended = True
@@ -167,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         for blocks in self.leases:
             self.engine.unpin(blocks)
         self.leases = []
-        for _ in range(2000):
+        for _ in range(400):
             for key in list(self.receives):
                 self.receives.pop(key)
                 self.engine.receive_ended(key, 0)
@@ -186,7 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
 
@@ -215,3 +244,42 @@ def test_preemption_leaves_the_tokens_as_they_were() -> None:
     assert sum(r.stats.num_preemptions for r in reports) > 0
     for key, prompt in prompts.items():
         assert [t.token_id for r in reports for t in r.tokens if t.key == key] == generate(prompt, 12)
+
+
+def test_branches_share_the_prompt_and_copy_only_what_they_write() -> None:
+    """A 1,000-token prompt with 16 tokens to produce: 64 blocks of 16 tokens for one sample, 78 for eight."""
+    used = {}
+    for n in (1, 8):
+        runner, reports = FakeRunner(100, 16), list[StepReport]()
+        scheduler = Scheduler(BlockPool(100), SchedulerLimits(16, 2048, 10))
+        engine = Engine(runner, scheduler, (), 1600, reports.append)
+        seq = Sequence("s0", [7] * 1000, 1000, ROOT, 16, SamplingParams(max_tokens=16))
+        for index in range(1, n):
+            seq.add_branch(f"s{index}", index)
+        engine.submit(seq)
+        peak = shared = 0
+        while engine.step():
+            peak = max(peak, engine.load().accounts.sequence)
+            shared = max(shared, engine.pool.num_shared)
+        used[n] = peak
+        for index in range(n):
+            got = [t.token_id for r in reports for t in r.tokens if t.key == f"s{index}"]
+            assert got == generate([7] * 1000, 16, 100 * index)
+        assert shared == (63 if n > 1 else 0)  # 62 full ones and, until the first write, the half-filled one
+        assert scheduler.num_copied_blocks == n - 1
+    assert used == {1: 64, 8: 78}
+
+
+def test_closing_the_first_branch_before_the_prompt_is_computed_leaves_the_others() -> None:
+    engine, _, reports = make_engine()
+    seq = make_sequence("a", [3] * 9, SamplingParams(max_tokens=3))
+    seq.add_branch("b", 1)
+    seq.add_branch("c", 2)
+    engine.submit(seq)
+    engine.close("a")
+    while engine.step():
+        pass
+    got = {key: [t.token_id for r in reports for t in r.tokens if t.key == key] for key in "abc"}
+    assert got == {"a": [], "b": generate([3] * 9, 3, 100), "c": generate([3] * 9, 3, 200)}
+    engine.check()
+    assert engine.load().accounts.available == POOL

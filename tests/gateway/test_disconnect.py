@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.services.gateway import server
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, eventually, gateway, run, text_of
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
@@ -140,3 +141,31 @@ def test_a_slow_reader_gets_fewer_larger_events_and_every_token() -> None:
         assert stream[-1]["choices"][0]["finish_reason"] == "length"
 
     run(gateway(FakeDecode(Behaviour(step_s=0.002))), scenario)
+
+
+def test_a_client_that_sends_half_a_request_is_not_waited_for() -> None:
+    async def scenario(setup: Setup) -> None:
+        host, port = setup.client.base_url.host, setup.client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
+
+    run(gateway(FakeDecode(), over_port=True, client_stall_timeout=0.2), scenario)
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHos"])
+def test_a_connection_without_a_whole_header_is_closed(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+
+    async def scenario(setup: Setup) -> None:
+        host, port = setup.client.base_url.host, setup.client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        await writer.wait_closed()
+
+    run(gateway(FakeDecode(), over_port=True), scenario)

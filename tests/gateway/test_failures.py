@@ -115,12 +115,10 @@ def test_a_node_that_stops_without_a_word_is_an_error_too() -> None:
 def test_a_refusal_before_any_token_is_retried_once_elsewhere(error: KvferryError) -> None:
     async def scenario(setup: Setup) -> None:
         first, second = setup.nodes
-        for _ in range(8):  # whichever is asked first
+        while not first.submitted:  # whichever is asked first
             assert (await setup.complete(PROMPT, max_tokens=3)).status_code == 200
-        assert first.submitted, "the failing node was never tried"
-        assert len(second.submitted) == 8
-        assert {request.attempt for request in second.submitted} == {0, 1}
-        assert setup.metric("request_retries_total") == len(first.submitted)
+        assert second.submitted[-1].attempt == 1
+        assert setup.metric("request_retries_total") == len(first.submitted) == 1
         first.behaviour = second.behaviour = Behaviour(error=error)
         tried = len(first.submitted) + len(second.submitted)
         assert (await setup.complete(PROMPT)).json()["error"]["message"] == error.message
@@ -197,10 +195,9 @@ def test_a_message_that_makes_no_sense_breaks_one_session_only() -> None:
 
     async def scenario(setup: Setup) -> None:
         bad, good = setup.nodes
-        for _ in range(6):
+        while not bad.submitted:  # whichever is asked first
             assert (await setup.complete(PROMPT)).status_code == 200
-        assert bad.submitted
-        assert len(good.submitted) == 6
+        assert good.submitted[-1].attempt == 1
 
     run(gateway(FakeDecode(Behaviour(ghosts=nonsense)), FakeDecode(node_id="d1")), scenario)
 

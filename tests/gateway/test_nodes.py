@@ -13,9 +13,9 @@ from kvferry.common.hashing import block_names, root_name
 from kvferry.common.nodes import NodeRecord, Role
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import (
-    EMPTY_GRACE_S,
     INDEX_PAUSE_S,
     MIN_REFRESH_S,
+    RETURN_GRACE_S,
     Ledger,
     NodeTable,
     PrefixLookup,
@@ -85,17 +85,45 @@ def test_a_flushed_index_is_not_believed_at_once_but_a_leaving_node_is() -> None
         await index.announce(node("a"), 60)
         await index.announce(node("b"), 60)
         await table.refresh()
+        clock.now += 100
         await index.withdraw("i-b")
-        clock.now += 1
         await table.refresh()
         assert [n.node_id for n in table.nodes] == ["a"]
         await index.withdraw("i-a")
-        clock.now += EMPTY_GRACE_S - 1
-        await table.refresh()
-        assert [n.node_id for n in table.nodes] == ["a"]
+        for _ in range(int(RETURN_GRACE_S)):
+            clock.now += 0.9
+            await table.refresh()
+            assert [n.node_id for n in table.nodes] == ["a"]
         clock.now += 2
         await table.refresh()
         assert table.nodes == ()
+        clock.now += 1
+        await table.refresh()
+        assert table.nodes == ()
+
+    asyncio.run(scenario())
+
+
+def test_nodes_have_time_to_return_to_an_index_that_was_away() -> None:
+    async def scenario() -> None:
+        clock, index = Clock(), FlakyIndex()
+        table = NodeTable(index, "tiny", clock)
+        await index.announce(node("a"), 60)
+        await index.announce(node("b"), 60)
+        await table.refresh()
+        index.fails = True
+        clock.now += 100
+        await table.refresh()
+        index.fails = False
+        await index.withdraw("i-a")
+        await index.withdraw("i-b")
+        await index.announce(replace(node("a"), instance_id="i-a2"), 60)
+        clock.now += 1
+        await table.refresh()
+        assert {n.instance_id for n in table.nodes} == {"i-a2", "i-b"}, "b is late, a was replaced"
+        clock.now += RETURN_GRACE_S + 1
+        await table.refresh()
+        assert {n.instance_id for n in table.nodes} == {"i-a2"}
 
     asyncio.run(scenario())
 

@@ -28,7 +28,7 @@ from kvferry.services.gateway.app import main
 sys.exit(main(load_config({"model": sys.argv[1], "redis_url": "memory://", "port": 0}, environ={})))
 """
 
-# The same, with a decode node in the process: 100 tokens take 1 s, 400 tokens 4 s; the grace period is 2 s.
+# The same, with a decode node in the process: 30 tokens take 0.6 s, 500 tokens 10 s; the grace period is 3 s.
 _WITH_NODE = """
 import asyncio, sys
 import uvloop
@@ -41,8 +41,8 @@ from tests.gateway.fake_decode import Behaviour, FakeDecode
 async def main():
     index = MemoryIndex()
     app.open_index = lambda *_: index
-    flags = {"model": sys.argv[1], "redis_url": "memory://", "port": 0, "drain_s": 2.0}
-    async with FakeDecode(Behaviour(step_s=0.01), model=sys.argv[1]) as node:
+    flags = {"model": sys.argv[1], "redis_url": "memory://", "port": 0, "drain_s": 3.0}
+    async with FakeDecode(Behaviour(step_s=0.02), model=sys.argv[1]) as node:
         await index.announce(node.record(), 60)
         await app.serve(load_config(flags, environ={}))
 
@@ -97,7 +97,7 @@ def test_sigterm_lets_requests_finish_within_the_grace_period_and_ends_the_other
                 body = {"prompt": "Hello", "stream": True, "max_tokens": max_tokens}
                 return (await client.post("/v1/completions", json=body)).text
 
-            short, long = asyncio.create_task(ask(100)), asyncio.create_task(ask(400))
+            short, long = asyncio.create_task(ask(30)), asyncio.create_task(ask(500))
             await asyncio.sleep(0.3)
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.3)

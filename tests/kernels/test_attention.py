@@ -138,11 +138,11 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(shape: Shape, chunk: int) -> N
             assert torch.equal(got, whole[start:stop]), f"positions {start} to {stop}"
 
 
-def test_many_decodes_are_split_into_groups_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_are_cut_into_slices_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(SHAPES[0], 4000)
     parts: list[Part] = [(pool.add(n, n), n - 1, n) for n in (500, 3, 64, 65, 400, 129, 1, 200, 300)]
     together = attend(pool, parts)
-    monkeypatch.setattr(cpu_plan, "_GROUP_ITEMS", 8)
+    monkeypatch.setattr(cpu_plan, "_SLICE_BYTES", 1)
     for got, expected in zip(attend(pool, parts), together, strict=True):
         assert torch.equal(got, expected)
 

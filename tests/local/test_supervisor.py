@@ -82,6 +82,16 @@ time.sleep(600)
     assert "node-0 is started again in 0.1 s" in shown
 
 
+def test_a_quiet_child_is_heard_only_when_it_fails():
+    async def for_a_while(fleet):
+        await asyncio.sleep(0.5)
+
+    code = "print('fine'); raise SystemExit(3)"
+    shown, _ = run_fleet([[program("redis", code, quiet=True, ready=lambda: False)]], for_a_while)
+    assert "redis      | fine" not in shown
+    assert "kvferry    |     fine" in shown
+
+
 def test_pauses_double_up_to_a_bound():
     backoff = Backoff(first_s=0.5, longest_s=30)
     assert [backoff.delay_s(n) for n in (1, 2, 3, 6, 7, 8, 10_000)] == [0.5, 1, 2, 16, 30, 30, 30]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvferry.services.local.plan import free_ports
+from tests.index.servers import RedisServer, binaries
 from tests.local.processes import alive, environ_without_kvferry, read_pid, wait_until
 
 HERE = Path(__file__).parent
@@ -23,7 +25,7 @@ class Up:
 
     def __init__(self, folder: Path, *flags: str, **environ: str) -> None:
         self.folder = folder
-        (folder / "tmp").mkdir(exist_ok=True)
+        self.temp = Path(tempfile.mkdtemp(prefix="up-"))
         model = folder / "model"
         model.mkdir(exist_ok=True)
         for name in ("config.json", "model.safetensors"):
@@ -34,7 +36,7 @@ class Up:
             f"plan.CLI = (sys.executable, {str(HERE / 'fake_cli.py')!r});"
             "sys.exit(cli.main(sys.argv[1:]))"
         )
-        environ = {"FAKE_FOLDER": str(folder), "TMPDIR": str(folder / "tmp"), **environ}
+        environ = {"FAKE_FOLDER": str(folder), "TMPDIR": str(self.temp), **environ}
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
@@ -58,7 +60,7 @@ class Up:
         return read_pid(self.folder / f"{name}.pid")
 
     def assert_nothing_left(self) -> None:
-        assert list((self.folder / "tmp").iterdir()) == []
+        assert list(self.temp.iterdir()) == []
         for file in self.folder.glob("*.pid"):
             assert not alive(int(file.read_text())), file.name
 
@@ -76,6 +78,7 @@ def up(tmp_path):
         if each.process.poll() is None:
             each.process.kill()
             each.process.wait()
+        shutil.rmtree(each.temp)
 
 
 def test_it_says_when_each_part_is_ready_and_how_to_use_it(up):
@@ -199,8 +202,6 @@ def test_a_cluster_without_a_decode_node_is_refused(up):
 
 
 def test_its_own_redis_is_not_started_beside_another(up, tmp_path):
-    from tests.index.servers import RedisServer, binaries
-
     (tmp_path / "redis").mkdir()
     server = RedisServer(binaries()["bundled"], tmp_path / "redis")
     try:
@@ -210,6 +211,6 @@ def test_its_own_redis_is_not_started_beside_another(up, tmp_path):
         cluster.interrupt()
         assert cluster.wait() == 0
         assert server.admin.ping()
+        cluster.assert_nothing_left()
     finally:
         server.stop()
-    assert os.listdir(tmp_path / "tmp") == []

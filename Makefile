@@ -1,0 +1,67 @@
+# `make` shows what there is. Every target sets up .venv by itself, once for each change of the dependencies.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  ARGS="..." goes to the command:   make up ARGS="--prefill 2"   make test ARGS="tests/index"'
+	@echo '  PIP_ARGS="..." goes to pip:       another index, for a CPU or CUDA build of torch (see README)'
+	@echo '  PYTHON=python3.12 picks the interpreter that .venv is made with (3.11 or later)'
+
+.PHONY: up
+up: $(RUN)  ## run a whole cluster on this machine (prepares the model first)
+	@exec $(BIN)/kvferry up $(ARGS)
+
+.PHONY: test
+test: $(DEV)  ## run the whole test suite
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: $(DEV)  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(DEV)  ## format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: proto
+proto: $(DEV)  ## generate the wire code from proto/kvferry.proto
+	$(BIN)/python -m grpc_tools.protoc -Ikvferry/proto=proto \
+	  --python_out=src --pyi_out=src --grpc_python_out=src proto/kvferry.proto
+
+.PHONY: bench
+bench: $(DEV)  ## run the benchmarks and write their tables
+	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+.PHONY: clean
+clean:  ## remove .venv and everything that can be made again
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'kvferry needs Python 3.11 or later: make PYTHON=python3.12 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(RUN): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[worker,local]' $(PIP_ARGS)
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[worker,local,dev]' $(PIP_ARGS)
+	@touch $@ $(RUN)
