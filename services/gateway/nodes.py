@@ -148,7 +148,9 @@ class Ledger:
         self.in_flight: dict[str, InFlight] = {}
 
     def open(self, plan: Plan, num_choices: int) -> LedgerEntry:
-        return LedgerEntry(self, plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.num_tokens)
+        return LedgerEntry(
+            self, plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.chosen.num_uncached
+        )
 
     def add(self, instance_id: str, num_requests: int, num_tokens: int) -> None:
         old = self.in_flight.get(instance_id, InFlight())

@@ -26,7 +26,7 @@ NUM_REASONS = 16
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What this gateway has on a node: requests without an end, prompt tokens without a first token."""
+    """What this gateway has on a node: choices without an end, prompt tokens to compute without a first token."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -64,7 +64,8 @@ class Candidate:
     instance_id: str
     matched_blocks: int
     cost: Cost
-    computed_by: str  # instance that would compute the prompt's uncached part
+    computed_by: str  # instance that would compute the rest of the prompt
+    num_uncached: int  # tokens of that rest
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "total_ms": round(self.cost.total_ms, 3)}
@@ -163,25 +164,27 @@ class _Estimate:
         ways += [self.remote(helper, node) for helper in self.helpers(node)[:NUM_COMPARED_PREFILL]]
         best = min(ways, key=self.rank)
         cost = Cost(best.cost.queue_ms, best.cost.compute_ms, best.cost.transfer_ms, self._pressure_ms(node))
-        return Candidate(node.node_id, node.instance_id, self._matched(node), cost, best.computed_by)
+        return self._candidate(node, cost, best.computed_by, best.num_uncached)
 
     def remote(self, node: NodeRecord, decode: NodeRecord | None) -> Candidate:
         """A prefill node that computes for `decode` (None: for one that has nothing cached)."""
         held = self._cached_tokens(decode) if decode is not None else 0
-        size = node.card.block_size
+        num_uncached = self._request.num_tokens - max(held, self._cached_tokens(node))
+        num_moved = -(-(self._request.num_tokens - held) // node.card.block_size)
         cost = Cost(
             queue_ms=self._ms(node, self._queued_tokens(node)),
-            compute_ms=self._ms(node, self._request.num_tokens - max(held, self._cached_tokens(node))),
-            transfer_ms=-(-(self._request.num_tokens - held) // size) * TRANSFER_MS_PER_BLOCK,
+            compute_ms=self._ms(node, num_uncached),
+            transfer_ms=num_moved * TRANSFER_MS_PER_BLOCK,
         )
-        return Candidate(node.node_id, node.instance_id, self._matched(node), cost, node.instance_id)
+        return self._candidate(node, cost, node.instance_id, num_uncached)
 
     def _local(self, node: NodeRecord) -> Candidate:
-        cost = Cost(
-            queue_ms=self._ms(node, self._queued_tokens(node)),
-            compute_ms=self._ms(node, self._request.num_tokens - self._cached_tokens(node)),
-        )
-        return Candidate(node.node_id, node.instance_id, self._matched(node), cost, node.instance_id)
+        num_uncached = self._request.num_tokens - self._cached_tokens(node)
+        cost = Cost(self._ms(node, self._queued_tokens(node)), self._ms(node, num_uncached))
+        return self._candidate(node, cost, node.instance_id, num_uncached)
+
+    def _candidate(self, node: NodeRecord, cost: Cost, computed_by: str, num_uncached: int) -> Candidate:
+        return Candidate(node.node_id, node.instance_id, self._matched(node), cost, computed_by, num_uncached)
 
     def _matched(self, node: NodeRecord) -> int:
         """Leading blocks held, of those that help: the last prompt token is always computed."""

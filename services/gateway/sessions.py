@@ -70,7 +70,7 @@ class Mailbox:
 class Submission:
     """One attempt of one request on one session."""
 
-    __slots__ = ("_cancelled", "_mailbox", "_open", "_session", "request")
+    __slots__ = ("_mailbox", "_open", "_session", "request")
 
     def __init__(self, session: Session, request: GenerateRequest, mailbox: Mailbox) -> None:
         self.request = request
@@ -167,18 +167,24 @@ class Session:
             return Unavailable(f"{who}: is another instance now ({first.welcome.instance_id})")
         self.is_connected = True
         log.info("session with %s (%s) open", self.node.node_id, self.node.instance_id)
-        writer = asyncio.create_task(self._write(call))
+        reader, writer = asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))
         try:
-            while (reply := await call.read()) is not grpc.aio.EOF:
-                for output in reply.outputs.outputs:
-                    self._dispatch(output)
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, writer):
+                if task.done():
+                    task.result()
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
         return Unavailable(f"{who}: ended the session")
 
+    async def _read(self, call: Any) -> None:
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            for output in reply.outputs.outputs:
+                self._dispatch(output)
+
     async def _write(self, call: Any) -> None:
-        """A failed write ends the call, which the reader notices."""
         while True:
             await call.write(await self._outbox.get())
 

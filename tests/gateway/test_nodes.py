@@ -217,10 +217,10 @@ def test_the_ledger_returns_to_nothing_however_often_entries_are_closed() -> Non
     ledger = Ledger()
     plan = choose(RouteRequest("r", 100), [node("d", Role.DECODE), node("p", Role.PREFILL)], {"i-p": 5})
     entry, other = ledger.open(plan, 3), ledger.open(plan, 1)
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 200)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 2 * 20)}
     entry.prompt_done()
     entry.prompt_done()
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 100)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 20)}
     entry.close()
     entry.close()
     other.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
-import shutil
 import sys
 import tempfile
 from pathlib import Path

@@ -1,0 +1,23 @@
+"""`python -m benchmarks [NAME] [options]`: runs one benchmark, or all of them with their defaults."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = ("serving",)
+
+
+def main() -> int:
+    names = [sys.argv[1]] if len(sys.argv) > 1 else list(NAMES)
+    if names[0] not in NAMES:
+        print(f"unknown benchmark {names[0]!r}: known are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    for name in names:
+        if status := int(importlib.import_module(f"benchmarks.{name}").main(sys.argv[2:])):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from kvferry.common.config import load_config
+from kvferry.common.cores import available_cores
+from kvferry.common.errors import ConfigError
+from kvferry.services.local.plan import claim_gateway_port, free_ports, gateway_program, gateway_url, node_programs
+
+
+def config(**flags):
+    return load_config({"redis_url": "redis://h/0", **flags}, environ={})
+
+
+def test_nodes_have_names_and_ports_of_their_own():
+    programs = node_programs(config(num_prefill=2, num_decode=2, num_both=1))
+    assert [program.name for program in programs] == ["decode-0", "decode-1", "both-0", "prefill-0", "prefill-1"]
+    loaded = [load_config(environ=program.environ) for program in programs]
+    assert [each.node.node_id for each in loaded] == [program.name for program in programs]
+    assert len({each.node.node_port for each in loaded}) == 5
+    assert {each.cluster.redis_url for each in loaded} == {"redis://h/0"}
+
+
+def test_given_ports_are_counted_up():
+    programs = node_programs(config(num_decode=2, node_port=7000, metrics_port=9000))
+    nodes = [load_config(environ=program.environ).node for program in programs]
+    assert [(node.node_port, node.metrics_port) for node in nodes] == [(7000, 9000), (7001, 9001), (7002, 9002)]
+
+
+def test_prefill_yields_the_cores_to_decode_and_no_thread_spins():
+    programs = {program.name: program for program in node_programs(config(num_both=1))}
+    assert programs["prefill-0"].niceness > programs["decode-0"].niceness == programs["both-0"].niceness == 0
+    for program in programs.values():
+        assert program.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert program.environ["OMP_NUM_THREADS"] == str(available_cores())
+
+
+def test_a_number_of_threads_that_was_asked_for_holds():
+    [program, _] = node_programs(config(num_threads=3))
+    assert program.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_each_has_longer_than_its_own_grace_period_to_drain():
+    cluster = config(drain_s=7)
+    assert all(program.grace_s > 7 for program in (*node_programs(cluster), gateway_program(cluster)))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:81"), ("0.0.0.0", "http://127.0.0.1:81"), ("::", "http://[::1]:81")],
+)
+def test_the_url_is_one_to_connect_to(host, url):
+    assert gateway_url(config(host=host, port=81)) == url
+
+
+def test_port_0_becomes_a_free_one():
+    assert claim_gateway_port(config(port=0)).gateway.port > 0
+
+
+def test_an_address_that_is_not_ours_is_said():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        free_ports("192.0.2.1", 1)
+    with pytest.raises(ConfigError, match="--port"):
+        claim_gateway_port(config(host="192.0.2.1"))
