@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+NODE_ENVIRON = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the cores from other processes
+    # Freed memory is kept for the next step: a page fault costs more than the work on the page.
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(256 * 2**20),
+}
+"""What a process that computes wants in its environment from its start on."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _SELF = Path("/proc/self/cgroup")
 

@@ -12,7 +12,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.common.config import Config
-from kvferry.common.cores import available_cores
+from kvferry.common.cores import NODE_ENVIRON, available_cores
 from kvferry.common.errors import ConfigError, IndexUnavailable
 from kvferry.common.nodes import Role
 from kvferry.services.index.open import open_index
@@ -67,11 +67,14 @@ def node_programs(config: Config) -> list[Program]:
 
 def _node_program(config: Config, role: Role) -> Program:
     node, cores = config.node, str(config.engine.num_threads or available_cores())
-    environ = config_environ(config) | {
-        "OMP_NUM_THREADS": cores,
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from the other nodes
-        "PYTHONUNBUFFERED": "1",
-    }
+    environ = (
+        NODE_ENVIRON
+        | config_environ(config)
+        | {
+            "OMP_NUM_THREADS": cores,
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
     return Program(
         name=str(node.node_id),
         command=(*CLI, str(role)),

@@ -54,6 +54,7 @@ class Server:
             raise ConfigError(f"cannot listen on {address}: is the port in use?") from exc
         if not bound:
             raise ConfigError(f"cannot listen on {address}: is the port in use?")
+        await self.set_serving(False)
         await self.raw.start()
         return bound
 

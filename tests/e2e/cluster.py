@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import grpc
 
+from kvferry.common.cores import NODE_ENVIRON
 from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
@@ -50,7 +51,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        env = dict(os.environ, OMP_WAIT_POLICY="PASSIVE")
+        env = NODE_ENVIRON | os.environ
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=env)
         return self

@@ -6,6 +6,7 @@ After each test every block is free or cached on every node, no lease is open, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -96,10 +97,8 @@ async def _stream(url: str, prompt: list[int], leave_after_s: float | None, **fi
     if leave_after_s is None:
         await read()
     else:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(read(), leave_after_s)
-        except TimeoutError:
-            pass
     return events
 
 

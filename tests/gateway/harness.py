@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from kvferry.common.config import Config, load_config
-from kvferry.services.gateway import server
 from kvferry.services.gateway.app import Gateway
+from kvferry.services.gateway.server import Server, bind, uvicorn_config
 from kvferry.services.index.memory import MemoryIndex
 from tests.gateway.fake_decode import FakeDecode
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
@@ -30,6 +30,7 @@ class Setup:
     client: httpx.AsyncClient
     index: MemoryIndex
     nodes: tuple[FakeDecode, ...]
+    server: Server | None = None
 
     async def announce(self, *nodes: FakeDecode) -> None:
         for node in nodes or self.nodes:
@@ -57,27 +58,27 @@ async def gateway(
         for node in nodes:
             await stack.enter_async_context(node)
             await index.announce(node.record(), 60)
+        running = None
         app = Gateway(config(**options), index, tokenizer or tiny_tokenizer())
         if over_port:
-            base = await stack.enter_async_context(_served(app))
+            running, base = await stack.enter_async_context(_served(app))
             client = httpx.AsyncClient(base_url=base, timeout=20)
         else:
             await stack.enter_async_context(app.running())
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app.app), base_url="http://gateway", timeout=20)
         await stack.enter_async_context(client)
-        yield Setup(app, client, index, nodes)
+        yield Setup(app, client, index, nodes, running)
 
 
 @asynccontextmanager
-async def _served(app: Gateway) -> AsyncIterator[str]:
-    listener = server.bind("127.0.0.1", 0)
+async def _served(app: Gateway) -> AsyncIterator[tuple[Server, str]]:
+    listener = bind("127.0.0.1", 0)
     ready = asyncio.Event()
-    config = server.uvicorn_config(app.app, drain_s=1.0)
-    running = server.Server(config, ready.set)
+    running = Server(uvicorn_config(app.app, drain_s=1.0), ready.set)
     task = asyncio.create_task(running.serve(sockets=[listener]))
     try:
         await ready.wait()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield running, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         running.should_exit = True
         await task

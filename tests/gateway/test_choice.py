@@ -87,11 +87,23 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
     assert choice.num_tokens == at + 1
 
 
+def test_only_the_last_token_is_the_one_that_stopped() -> None:
+    (stop,) = encode("q")
+    ids = [stop, *encode("x"), stop]
+    piece, _ = push_all(TextParams(stop_token_ids=(stop,), min_tokens=2), outputs(ids, [], FinishReason.STOP, stop))
+    assert piece.text == "qx"
+
+
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
-    ids = encode("hello hello hello")
-    first = len(encode("hello"))
-    piece, _ = push_all(TextParams(stops=("hello",), min_tokens=first), outputs(ids, []))
-    assert piece.text == "hello "
+    piece, choice = push_all(TextParams(stops=("q",), min_tokens=2), outputs(encode("q") * 5, []))
+    assert (piece.text, choice.num_tokens) == ("qq", 3)
+
+
+def test_half_a_character_at_the_end_comes_out() -> None:
+    half = encode("🙂")[:-1]
+    for stops in ((), ("never",)):
+        piece, _ = push_all(TextParams(stops=stops), outputs([*encode("Hello"), *half], []))
+        assert piece.text == "Hello\ufffd"
 
 
 def test_a_begun_stop_string_is_text_when_the_choice_ends() -> None:

@@ -68,7 +68,9 @@ def test_a_chat_whole() -> None:
 def test_streamed_pieces_join_to_the_whole(how: dict[str, Any]) -> None:
     async def scenario(setup: Setup) -> None:
         for ask in (setup.complete, setup.chat):
-            stream = events((await ask("Hi", max_tokens=100, stream=True)).text)
+            response = await ask("Hi", max_tokens=100, stream=True)
+            assert response.headers["content-type"].startswith("text/event-stream")
+            stream = events(response.text)
             assert text_of(stream) == EMOJI
             assert len({event["id"] for event in stream}) == 1
             assert all(event["choices"] for event in stream)

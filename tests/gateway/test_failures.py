@@ -127,6 +127,26 @@ def test_a_refusal_before_any_token_is_retried_once_elsewhere(error: KvferryErro
     run(gateway(FakeDecode(Behaviour(error=error)), FakeDecode(node_id="d1")), scenario)
 
 
+def test_two_attempts_are_all() -> None:
+    async def scenario(setup: Setup) -> None:
+        assert (await setup.complete(PROMPT)).status_code == 429
+        assert sum(len(node.submitted) for node in setup.nodes) == 2
+
+    run(gateway(*(FakeDecode(Behaviour(error=Overloaded("full")), node_id=f"d{n}") for n in range(3))), scenario)
+
+
+def test_what_an_older_attempt_still_had_to_say_is_dropped() -> None:
+    async def scenario(setup: Setup) -> None:
+        asked = asyncio.create_task(setup.complete(PROMPT, max_tokens=len(tiny_tokenizer().encode(PROMPT))))
+        await eventually(lambda: setup.nodes[0].num_running == 1)
+        (mailbox,) = setup.gateway.service.mailboxes
+        (request,) = setup.nodes[0].submitted
+        mailbox.put(RequestOutput(request.request_id, attempt=5, token_ids=(300,)))
+        assert (await asked).json()["choices"][0]["text"] == PROMPT
+
+    run(gateway(FakeDecode(Behaviour(step_s=0.02))), scenario)
+
+
 def test_a_bad_request_is_not_retried() -> None:
     async def scenario(setup: Setup) -> None:
         assert (await setup.complete(PROMPT)).status_code == 400
@@ -178,7 +198,7 @@ def test_messages_for_unknown_requests_older_attempts_and_wrong_choices_are_drop
         token = tuple(tiny_tokenizer().encode("ghost"))
         return [
             RequestOutput("nobody", token_ids=token),
-            RequestOutput(request.request_id, attempt=7, token_ids=token),
+            RequestOutput(request.request_id, attempt=7, token_ids=token, finish_reason=FinishReason.STOP),
             RequestOutput(request.request_id, index=5, token_ids=token, finish_reason=FinishReason.STOP),
         ]
 
