@@ -93,8 +93,8 @@ class PrefillService(pb_grpc.PrefillServicer):
         num_blocks = (len(start.prompt_token_ids) - 1) // size
         if num_blocks <= start.first_block:
             raise BadRequest(
-                f"nothing to prefill: {len(start.prompt_token_ids)} prompt tokens have {num_blocks} full blocks of {size} "
-                f"before the last one, the reader holds {start.first_block}"
+                f"nothing to prefill: {len(start.prompt_token_ids)} prompt tokens have {num_blocks} full blocks of "
+                f"{size} before the last one, the reader holds {start.first_block}"
             )
         if max(start.prompt_token_ids) >= loaded.model_config.vocab_size:
             raise BadRequest(f"token id {max(start.prompt_token_ids)} is outside the vocabulary", param="prompt")

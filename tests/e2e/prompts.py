@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-WORDS = """
+_TEXT = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one
 you were all her she there would their we him been has when who will no more if out so up said what its about than
 river stone tree green field road north south winter summer market music paper letter story church window door
-""".split()
+"""
+WORDS = _TEXT.split()
 LENGTHS = (1, 1, 15, 15, 16, 16, 17, 17, 31, 31, 32, 32, 33, 33, 500, 1500)
 CHATS = (
     "What is the capital of France?",
