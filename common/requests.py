@@ -16,6 +16,14 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search of width `n`. `early_stopping` as in transformers: "false", "true" or "never"."""
+
+    length_penalty: float = 1.0
+    early_stopping: str = "false"
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. Names and meanings as in vLLM.
 
@@ -37,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     logprobs: int | None = None
+    beam: BeamParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Protocol
 from kvferry.common.errors import Internal
 from kvferry.common.nodes import NodeLoad
 from kvferry.common.requests import FinishReason, TokenLogprobs
+from kvferry.services.engine.beam_groups import BeamGroups
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.outputs import (
     AdmittedOutput,
@@ -69,6 +70,7 @@ class Engine:
         self._computing: frozenset[str] = frozenset()
         self._closing: set[str] = set()
         self._last_check_s = 0.0
+        self._beams = BeamGroups(scheduler, self._sequences, self._drop)
 
     # ---- any thread
 
@@ -79,6 +81,8 @@ class Engine:
             self.scheduler.add(seq)
             for one in (seq, *seq.branches):
                 self._sequences[one.key] = one
+            if seq.group is not None:
+                self._beams.add(seq.group)
             step = Schedule()
             self.scheduler.admit(step, budget=0)
             self._wake()
@@ -92,12 +96,15 @@ class Engine:
         be closed when nothing writes into its blocks any more.
         """
         with self._mutex:
-            if (seq := self._sequences.get(key)) is None:
-                return
-            if (seq.parent or seq).key in self._computing:
-                self._closing.add(key)
-                return
-            self._end(seq)
+            if (group := self._beams.of(key)) is not None:
+                doomed = self._beams.close(group, key)
+            else:
+                doomed = [self._sequences[key]] if key in self._sequences else []
+            for seq in doomed:
+                if (seq.parent or seq).key in self._computing:
+                    self._closing.add(seq.key)
+                else:
+                    self._end(seq)
             self._wake()
 
     def receive_ended(self, key: str, num_received_blocks: int) -> None:
@@ -190,14 +197,18 @@ class Engine:
         for row in schedule.rows:
             seq = row.sequence
             ones = [seq, *seq.branches]
-            if failure is not None:
-                report.failed.extend(FailedOutput(one.key, failure) for one in ones if one.key not in self._closing)
-                self._drop(seq)
+            drawn = [next(tokens) for _ in ones] if row.samples and failure is None else []
+            if seq.status is Status.CLOSED:  # a beam whose search ended with an earlier row
                 continue
-            drawn = [next(tokens) for _ in ones] if row.samples else []
+            if failure is not None:
+                self._book_failure(ones, failure, report)
+                continue
             self.scheduler.computed(row)
             if seq.sampling is None:
                 self._book_blocks(seq, report)
+            elif drawn and seq.group is not None:
+                if seq.key not in self._closing and row.start + row.num_tokens == seq.num_tokens:
+                    self._beams.book(seq, drawn[0], _first(seq), report)
             elif drawn:
                 self._book_tokens(ones, drawn, report)
         for key in self._closing & self._sequences.keys():
@@ -208,6 +219,14 @@ class Engine:
         report.changes.removed.extend(changes.removed)
         return report
 
+    def _book_failure(self, ones: list[Seq], failure: Internal, report: StepReport) -> None:
+        if (group := ones[0].group) is not None:
+            report.failed.extend(FailedOutput(key, failure) for key in group.keys if key not in group.closed)
+            self._beams.drop_all(group)
+        else:
+            report.failed.extend(FailedOutput(one.key, failure) for one in ones if one.key not in self._closing)
+            self._drop(ones[0])
+
     def _book_blocks(self, seq: Seq, report: StepReport) -> None:
         if complete := seq.num_uncomputed_tokens == 0:
             self.scheduler.hold(seq)
@@ -216,7 +235,9 @@ class Engine:
 
     def _book_tokens(self, ones: list[Seq], drawn: list[SampledToken], report: StepReport) -> None:
         """Births the branches of a prompt that is computed, then gives each sequence its token."""
-        self.scheduler.fork(ones[0])
+        for branch in ones[1:]:
+            self.scheduler.fork(ones[0], branch)
+        ones[0].branches = []
         is_first = ones[0].num_output_tokens == 0
         for one, token in zip(ones, drawn, strict=True):
             if one.abandoned:
@@ -252,6 +273,8 @@ class Engine:
             if parent.abandoned and not parent.branches and parent.status is not Status.RECEIVING:
                 self._drop(parent)
         else:
+            if seq.group is not None:
+                self._beams.forget(seq.group)
             self._drop(seq)
 
     def _drop(self, seq: Seq) -> None:

@@ -184,20 +184,26 @@ class Scheduler:
             else:
                 budget -= self._start(step, seq, budget)
 
-    def fork(self, parent: Sequence) -> None:
-        """Births all branches: each shares every block of the parent and runs on by itself."""
-        for branch in parent.branches:
-            branch.token_ids = list(parent.token_ids)
-            branch.block_table = list(parent.block_table)
-            self.pool.acquire(branch.block_table)
-            branch.names = list(parent.names)
-            branch.num_named_blocks = parent.num_named_blocks
-            branch.num_computed_tokens = parent.num_computed_tokens
-            branch.num_cached_tokens = parent.num_cached_tokens
-            branch.arrival_s, branch.admitted_s = parent.arrival_s, parent.admitted_s
-            branch.parent, branch.status = None, Status.RUNNING
-            self.running.append(branch)
-        parent.branches = []
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child runs on by itself from where the parent stands, sharing all blocks.
+
+        A parent that has lost its blocks has none to share: its child is computed anew, as it will be itself.
+        """
+        child.token_ids = list(parent.token_ids)
+        child.arrival_s, child.admitted_s = parent.arrival_s, parent.admitted_s
+        child.parent = None
+        if parent.status is not Status.RUNNING or parent.num_uncomputed_tokens:
+            child.num_preemptions = 1
+            self.waiting.appendleft(child)
+            return
+        child.block_table = list(parent.block_table)
+        self.pool.acquire(child.block_table)
+        child.names = list(parent.names)
+        child.num_named_blocks = parent.num_named_blocks
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.status = Status.RUNNING
+        self.running.append(child)
         self.running.sort(key=lambda s: s.arrival_s)
 
     def computed(self, row: Scheduled) -> None:
@@ -273,6 +279,8 @@ class Scheduler:
     def _lacks_block(self, seq: Sequence) -> Literal["", "new", "own"]:
         if len(seq.block_table) < seq.num_blocks_for(seq.num_tokens):
             return "new"
+        if seq.num_uncomputed_tokens == 0:  # a beam that waits for the others
+            return ""
         at = seq.num_computed_tokens // seq.block_size
         return "own" if at >= seq.num_named_blocks and self.pool.is_shared(seq.block_table[at]) else ""
 

@@ -18,9 +18,13 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.common.hashing import block_names
 from kvferry.common.requests import SamplingParams
+
+if TYPE_CHECKING:
+    from kvferry.services.engine.beam import BeamGroup
 
 
 class Status(enum.Enum):
@@ -63,6 +67,8 @@ class Sequence:
     branches: list[Sequence] = field(default_factory=list)
     parent: Sequence | None = None
     abandoned: bool = False  # closed, but computes the prompt for its branches
+    group: BeamGroup | None = None
+    num_reserved_seats: int = 0  # for beams to come
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +90,7 @@ class Sequence:
     @property
     def num_seats(self) -> int:
         """Places in the batch that it takes, now or once its branches are born."""
-        return 1 + len(self.branches)
+        return 1 + len(self.branches) + self.num_reserved_seats
 
     def add_branch(self, key: str, index: int) -> None:
         branch = Sequence(key, [], self.num_prompt_tokens, self.root, self.block_size, self.sampling, index)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from kvferry.common.errors import Draining, LayoutMismatch, Unavailable
 from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
@@ -113,9 +113,8 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
     ranked = sorted((estimate.decode(n) for n in decode), key=estimate.rank)
     chosen = ranked[0]
     node = next(n for n in decode if n.instance_id == chosen.instance_id)
-    helpers = estimate.helpers(node)
-    offered = sorted((estimate.remote(n, node) for n in helpers), key=estimate.rank)
-    address = {n.instance_id: n.address for n in helpers}
+    offered = sorted((estimate.remote(helper, node) for helper in estimate.helpers(node)), key=estimate.rank)
+    address = {n.instance_id: n.address for n in ready}
     return Plan(
         request_id=request.request_id,
         num_tokens=request.num_tokens,
@@ -130,82 +129,92 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
     )
 
 
+class _View(NamedTuple):
+    """A node as this request sees it. `salt` decides ties, `cached_tokens` are those that need no computing."""
+
+    node: NodeRecord
+    salt: bytes
+    matched_blocks: int
+    cached_tokens: int
+    queue_ms: float
+    ms_per_token: float
+
+
 class _Estimate:
-    """The cost model over one snapshot."""
+    """The cost model over one snapshot. All terms come from `_View`s, made once per node."""
 
     def __init__(self, request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[str, int]) -> None:
         self._request = request
         self._matches = matches
         rates = [n.load.prefill_tokens_per_s for n in nodes if n.load.prefill_tokens_per_s > 0]
         self._usual_rate = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
-        self._salts: dict[str, bytes] = {}
-        self._helpers: dict[LayoutCard, list[NodeRecord]] = {}
-        prefill = (n for n in nodes if n.role is Role.PREFILL)
-        self._prefill = sorted(prefill, key=lambda n: self.rank(self.remote(n, None)))
+        self._views = {n.instance_id: self._view(n) for n in nodes}
+        self._helpers: dict[LayoutCard, list[_View]] = {}
+        prefill = (view for view in self._views.values() if view.node.role is Role.PREFILL)
+        self._prefill = sorted(prefill, key=lambda view: (self._remote_ms(view, 0), view.salt))
 
-    def helpers(self, decode: NodeRecord) -> list[NodeRecord]:
+    def rank(self, candidate: Candidate) -> tuple[float, bytes]:
+        """Sort key. Ties go by the request's id, so that equal nodes share equally and a replay decides alike."""
+        return candidate.cost.total_ms, self._views[candidate.instance_id].salt
+
+    def helpers(self, decode: NodeRecord) -> list[_View]:
         """Prefill nodes whose blocks mean something to `decode`, cheapest first. A `both` node works alone."""
         if decode.role is not Role.DECODE:
             return []
         if decode.card not in self._helpers:
-            self._helpers[decode.card] = [n for n in self._prefill if _compatible(decode, n)]
+            self._helpers[decode.card] = [view for view in self._prefill if _compatible(decode, view.node)]
         return self._helpers[decode.card]
-
-    def rank(self, candidate: Candidate) -> tuple[float, bytes, str]:
-        """Sort key. Ties go by the request's id, so that equal nodes share equally and a replay decides alike."""
-        name = candidate.instance_id
-        if name not in self._salts:
-            self._salts[name] = hashlib.blake2b(f"{self._request.request_id}/{name}".encode(), digest_size=8).digest()
-        return candidate.cost.total_ms, self._salts[name], name
 
     def decode(self, node: NodeRecord) -> Candidate:
         """The node with the cheapest way to compute the prompt: itself, or one of the best prefill nodes."""
-        ways = [self._local(node)]
-        ways += [self.remote(helper, node) for helper in self.helpers(node)[:NUM_COMPARED_PREFILL]]
-        best = min(ways, key=self.rank)
-        cost = Cost(best.cost.queue_ms, best.cost.compute_ms, best.cost.transfer_ms, self._pressure_ms(node))
-        return self._candidate(node, cost, best.computed_by, best.num_uncached)
-
-    def remote(self, node: NodeRecord, decode: NodeRecord | None) -> Candidate:
-        """A prefill node that computes for `decode` (None: for one that has nothing cached)."""
-        held = self._cached_tokens(decode) if decode is not None else 0
-        num_uncached = self._request.num_tokens - max(held, self._cached_tokens(node))
-        num_moved = -(-(self._request.num_tokens - held) // node.card.block_size)
-        cost = Cost(
-            queue_ms=self._ms(node, self._queued_tokens(node)),
-            compute_ms=self._ms(node, num_uncached),
-            transfer_ms=num_moved * TRANSFER_MS_PER_BLOCK,
+        view = self._views[node.instance_id]
+        held = view.cached_tokens
+        best, best_ms = None, view.queue_ms + (self._request.num_tokens - held) * view.ms_per_token
+        for helper in self.helpers(node)[:NUM_COMPARED_PREFILL]:
+            if (helper_ms := self._remote_ms(helper, held)) < best_ms:
+                best, best_ms = helper, helper_ms
+        way = self._candidate(view, held, 0.0) if best is None else self.remote(best, node)
+        cost = replace(way.cost, pressure_ms=self._pressure_ms(node))
+        return replace(
+            way, node_id=node.node_id, instance_id=node.instance_id, matched_blocks=view.matched_blocks, cost=cost
         )
-        return self._candidate(node, cost, node.instance_id, num_uncached)
 
-    def _local(self, node: NodeRecord) -> Candidate:
-        num_uncached = self._request.num_tokens - self._cached_tokens(node)
-        cost = Cost(self._ms(node, self._queued_tokens(node)), self._ms(node, num_uncached))
-        return self._candidate(node, cost, node.instance_id, num_uncached)
+    def remote(self, helper: _View, decode: NodeRecord) -> Candidate:
+        """A prefill node that computes for `decode`."""
+        held = self._views[decode.instance_id].cached_tokens
+        return self._candidate(helper, max(held, helper.cached_tokens), self._transfer_ms(helper, held))
 
-    def _candidate(self, node: NodeRecord, cost: Cost, computed_by: str, num_uncached: int) -> Candidate:
-        return Candidate(node.node_id, node.instance_id, self._matched(node), cost, computed_by, num_uncached)
+    def _candidate(self, view: _View, cached_tokens: int, transfer_ms: float) -> Candidate:
+        node, num_uncached = view.node, self._request.num_tokens - cached_tokens
+        cost = Cost(view.queue_ms, num_uncached * view.ms_per_token, transfer_ms)
+        return Candidate(node.node_id, node.instance_id, view.matched_blocks, cost, node.instance_id, num_uncached)
 
-    def _matched(self, node: NodeRecord) -> int:
-        """Leading blocks held, of those that help: the last prompt token is always computed."""
-        return min(self._matches.get(node.instance_id, 0), (self._request.num_tokens - 1) // node.card.block_size)
+    def _remote_ms(self, helper: _View, held: int) -> float:
+        num_uncached = self._request.num_tokens - max(held, helper.cached_tokens)
+        return helper.queue_ms + num_uncached * helper.ms_per_token + self._transfer_ms(helper, held)
 
-    def _cached_tokens(self, node: NodeRecord) -> int:
-        return self._matched(node) * node.card.block_size
+    def _transfer_ms(self, helper: _View, held: int) -> float:
+        return -(-(self._request.num_tokens - held) // helper.node.card.block_size) * TRANSFER_MS_PER_BLOCK
 
-    def _mine(self, node: NodeRecord) -> InFlight:
-        return self._request.in_flight.get(node.instance_id, InFlight())
-
-    def _queued_tokens(self, node: NodeRecord) -> int:
-        """The node's own word is a heartbeat old, ours knows nothing of other gateways: the larger counts."""
-        return max(node.load.num_waiting_tokens, self._mine(node).num_prompt_tokens)
+    def _view(self, node: NodeRecord) -> _View:
+        """The last prompt token is always computed. A node's own word on its queue is a heartbeat old, and ours
+        knows nothing of other gateways: the larger counts."""
+        name, size = node.instance_id, node.card.block_size
+        salt = hashlib.blake2b(f"{self._request.request_id}/{name}".encode(), digest_size=8).digest()
+        matched = min(self._matches.get(name, 0), (self._request.num_tokens - 1) // size)
+        queued = max(node.load.num_waiting_tokens, self._mine(node).num_prompt_tokens)
+        ms_per_token = 1000.0 / (node.load.prefill_tokens_per_s or self._usual_rate)
+        return _View(node, salt, matched, matched * size, queued * ms_per_token, ms_per_token)
 
     def _pressure_ms(self, node: NodeRecord) -> float:
         requests = max(node.load.num_running + node.load.num_waiting, self._mine(node).num_requests)
         return requests * (node.load.step_ms or DEFAULT_STEP_MS)
 
-    def _ms(self, node: NodeRecord, tokens: int) -> float:
-        return 1000.0 * tokens / (node.load.prefill_tokens_per_s or self._usual_rate)
+    def _mine(self, node: NodeRecord) -> InFlight:
+        return self._request.in_flight.get(node.instance_id, _NOTHING)
+
+
+_NOTHING = InFlight()
 
 
 def _compatible(one: NodeRecord, other: NodeRecord) -> bool:

@@ -4,8 +4,10 @@ wrong, stale or unwritten slot is caught where it happens, and every produced to
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 
+from kvferry.services.engine.beam import BeamSearch
 from kvferry.services.engine.sampler import SampledToken
 from kvferry.services.engine.scheduler import Schedule
 
@@ -31,6 +33,26 @@ def generate(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]
         out.append(next_token(history, seed))
         history = extend(history, out[-1])
     return out
+
+
+def top_tokens(history: bytes, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely next tokens after a history, with their log-probabilities."""
+    rng = random.Random(history)
+    found = [(token, -rng.random() * 3) for token in rng.sample(range(VOCAB), count)]
+    return tuple(sorted(found, key=lambda one: -one[1]))
+
+
+def beam_search(prompt: Sequence[int], search: BeamSearch, num_candidates: int) -> list[tuple[int, ...]]:
+    """What any correct engine must find for this prompt, best first."""
+    while True:
+        tops = []
+        for beam in search.running:
+            history = b""
+            for token in (*prompt, *beam.token_ids):
+                history = extend(history, token)
+            tops.append(top_tokens(history, num_candidates))
+        if search.step(tops) is None:
+            return [found.beam.token_ids for found in search.results()]
 
 
 class FakeRunner:
@@ -65,7 +87,8 @@ class FakeRunner:
             if row.samples:
                 assert seq.sampling is not None
                 for one in (seq, *seq.branches):
-                    sampled.append(SampledToken(next_token(history, seq.sampling.seed + 100 * one.index)))
+                    token = next_token(history, seq.sampling.seed + 100 * one.index)
+                    sampled.append(SampledToken(token, 0.0, top_tokens(history, seq.sampling.logprobs or 0)))
         return sampled
 
     def fill(self, block_ids: Sequence[int], tokens: Sequence[int], first_block: int) -> None:

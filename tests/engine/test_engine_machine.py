@@ -14,16 +14,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.common.errors import Overloaded, PromptExceedsPool
 from kvferry.common.hashing import root_name
-from kvferry.common.requests import FinishReason, SamplingParams
+from kvferry.common.requests import BeamParams, FinishReason, SamplingParams
+from kvferry.services.engine.beam import BeamSearch
+from kvferry.services.engine.beam_groups import make_group
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.outputs import AdmittedOutput, StepReport
 from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
 from kvferry.services.engine.sequence import Sequence
-from tests.engine.fake_runner import FakeRunner, generate
+from tests.engine.fake_runner import FakeRunner, beam_search, generate
 
 BLOCK = 4
 POOL = 24
+END_TOKENS = frozenset((7,))
+BEAMS = (BeamParams(), BeamParams(2.0, "true"), BeamParams(0.0, "never"))
 ROOT = root_name("model", "numerics")
 _BRANCHES = st.sampled_from((1, 1, 1, 2, 4))
 PREFIXES = [[p * 10 + i % 7 for i in range(30)] for p in range(3)]
@@ -37,6 +41,7 @@ class Expected:
     ended: bool = False
     offered: tuple[int, ...] = ()
     index: int = 0
+    beam: tuple[int, ...] = ()
 
 
 def make_engine(num_blocks: int = POOL, **limits: int) -> tuple[Engine, FakeRunner, list[StepReport]]:
@@ -78,6 +83,27 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.expected[key]
         self._digest()
 
+    @rule(prefix=st.integers(0, 2), shared=st.integers(1, 20), width=st.integers(1, 4), new=st.integers(1, 8))
+    def submit_beam_search(self, prefix: int, shared: int, width: int, new: int) -> None:
+        self._submit_beams(PREFIXES[prefix][:shared], width, new, BEAMS[new % 3])
+        self._digest()
+
+    def _submit_beams(self, prompt: list[int], width: int, new: int, beam: BeamParams) -> None:
+        self.serial += 1
+        keys = tuple(f"s{self.serial}.{index}" for index in range(width))
+        params = SamplingParams(max_tokens=new, beam=beam)
+        seq = make_sequence(keys[0], prompt, params)
+        make_group(seq, params, keys, new, END_TOKENS)
+        search = BeamSearch(width, beam, new, END_TOKENS)
+        found = beam_search(prompt, search, BeamSearch.num_candidates(width, len(END_TOKENS)))
+        for index, (key, tokens) in enumerate(zip(keys, found, strict=True)):
+            self.expected[key] = Expected(prompt, params, index=index, beam=tokens)
+        try:
+            self.engine.submit(seq)
+        except (PromptExceedsPool, Overloaded):
+            for key in keys:
+                del self.expected[key]
+
     def _digest(self) -> None:
         reports, self.reports[:] = list(self.reports), []
         for report in reports:
@@ -89,6 +115,10 @@ class EngineMachine(RuleBasedStateMachine):
                 want.got.append(token.token_id)
                 want.ended = token.finish_reason is not None
                 assert want.params is not None
+                if want.beam:
+                    assert tuple(want.got) == want.beam[: len(want.got)], token.key
+                    assert want.ended == (len(want.got) == len(want.beam))
+                    continue
                 alone = generate(want.prompt, len(want.got), want.params.seed + 100 * want.index)
                 assert want.got == alone, token.key
                 assert want.ended == (len(want.got) == want.params.max_tokens)

@@ -21,7 +21,7 @@ from tests.gateway.tiny_tokenizer import tiny_tokenizer
 
 
 def config(**flags: Any) -> Config:
-    return load_config({"model": "tiny", "peer_timeout_s": 1.0} | flags, environ={})
+    return load_config({"model": "tiny"} | flags, environ={})
 
 
 @dataclass

@@ -262,7 +262,7 @@ def test_a_node_that_never_says_welcome_is_given_up() -> None:
             assert response.elapsed.total_seconds() < 3
             await asyncio.wait_for(ended.wait(), 5)
 
-    run(gateway(FakeDecode()), scenario)
+    run(gateway(FakeDecode(), peer_timeout_s=0.5), scenario)
 
 
 def test_no_node_is_unavailable_and_one_that_comes_is_used() -> None:

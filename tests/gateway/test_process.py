@@ -55,7 +55,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 @asynccontextmanager
 async def started(script: str, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     write_tokenizer(folder)
-    environ = os.environ | {"PYTHONPATH": "."}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", "")))}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, str(folder), stderr=asyncio.subprocess.PIPE, env=environ
     )

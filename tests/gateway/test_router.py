@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -208,10 +209,8 @@ def test_the_reasons_name_every_candidate_and_their_terms() -> None:
 
 
 def test_a_large_fleet_is_decided_in_milliseconds() -> None:
-    import time
-
     nodes = [node(f"d{n}", Role.DECODE) for n in range(512)] + [node(f"p{n}", Role.PREFILL) for n in range(512)]
     matches = {n.instance_id: 10 for n in nodes}
-    started = time.perf_counter()
+    started_s = time.process_time()
     choose(RouteRequest("r", 2000), nodes, matches)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started_s < 0.1
