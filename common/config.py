@@ -62,6 +62,12 @@ class EngineConfig(Section):
     max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step (default: CPU 256, GPU 2048)")
     max_step_ms: float = Field(100.0, gt=0, description="on decode nodes, target length of a step with prompt tokens")
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait on a node")
+    max_num_waiting_tokens: int = Field(524_288, ge=1, description="prompt tokens that may wait on a node")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="who starts first")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="tokens per step of one prompt, so that shorter ones progress beside it (0: no limit)"
+    )
+    max_num_preemptions: int = Field(4, ge=1, description="times that one sequence may lose its blocks to others")
     enable_prefix_caching: bool = True
     num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
 
@@ -96,6 +102,9 @@ class GatewayConfig(Section):
     max_num_requests: int = Field(2048, ge=1, description="requests in flight; more are answered with 429")
     max_body_bytes: Bytes = Field(16 * 2**20, ge=1, description="largest request body")
     index_timeout_s: float = Field(0.05, gt=0, description="longest wait for the prefix index per request")
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto", description="sampling defaults: the model's generation_config.json, or none but the API's own"
+    )
 
 
 class LocalConfig(Section):

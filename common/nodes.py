@@ -101,6 +101,7 @@ class NodeLoad:
     prefill_tokens_per_s: float = 0.0
     step_ms: float = 0.0
     num_steps: int = 0
+    num_shared_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,21 @@ class BeamParams:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the whole output must match: a grammar as llguidance reads it, and the request's field that asked for it."""
+
+    grammar: str
+    param: str = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn. Names and meanings as in vLLM.
 
     `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None: none; k: the chosen token's and the k best.
     `seed` is always set: the gateway draws one at admission where the client gave none.
+    `allowed_token_ids` empty: every token may be drawn. `bad_words`: token sequences of which the last token may not
+    follow the others. `prompt_logprobs` None: none; k: those of each prompt token but the first, and of the k best.
     """
 
     max_tokens: int = 16
@@ -45,7 +55,11 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
     beam: BeamParams | None = None
+    structured: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class PrefillCandidate:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One submission to a decode node: one prompt, `n` choices."""
+    """One submission to a decode node: one prompt, `n` choices. A lower `priority` runs earlier."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -68,14 +82,19 @@ class GenerateRequest:
     attempt: int = 0
     cache_salt: str = ""
     prefill: tuple[PrefillCandidate, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one produced token, and of the most likely ones in falling order."""
+    """Log-probability of one produced token, and of the most likely ones in falling order.
+
+    `rank`: how many tokens are at least as likely as this one; 0 where it was not counted.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,8 @@ class RequestOutput:
     Exactly one output per choice carries `finish_reason`; with `error` set it ends the whole request.
     `logprobs` is empty or as long as `token_ids`. `cached_tokens`, `computed_tokens`, `prefilled_by` and `times`
     are set on the first output of each choice: prompt tokens found in a cache, prompt tokens computed for this request
-    anywhere, and the instance that computed them ("" = the decode node itself).
+    anywhere, and the instance that computed them ("" = the decode node itself). `prompt_logprobs` are on the first
+    output of a request that asked for them: one for each prompt token but the first.
     """
 
     request_id: str
@@ -112,3 +132,4 @@ class RequestOutput:
     computed_tokens: int = 0
     prefilled_by: str = ""
     times: RequestTimes = field(default_factory=RequestTimes)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -25,6 +25,7 @@ from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.decode.remote_prefill import Received, RemotePrefill, Timeouts, Wanted
 from kvferry.services.decode.request import Request
 from kvferry.services.decode.session import GatewaySession, Stream
+from kvferry.services.engine.beam_groups import make_group
 from kvferry.services.engine.outputs import AdmittedOutput, StepReport, TokenOutput
 from kvferry.services.engine.sequence import Sequence
 from kvferry.services.node.context import LoadedNode, NodeContext
@@ -109,8 +110,14 @@ class DecodeService(pb_grpc.DecodeServicer):
             block_size=loaded.card.block_size,
             sampling=spec.sampling,
         )
-        for index in range(1, spec.n):
-            seq.add_branch(request.key(index), index)
+        keys = tuple(request.key(index) for index in range(spec.n))
+        if spec.sampling.beam is not None:
+            room = loaded.max_model_len - seq.num_tokens
+            max_tokens = min(spec.sampling.max_tokens, room)
+            make_group(seq, spec.sampling, keys, max_tokens, loaded.engine.eos_token_ids)
+        else:
+            for index, key in enumerate(keys[1:], 1):
+                seq.add_branch(key, index)
         if spec.prefill:
             cached = loaded.engine.num_cached_tokens(seq)
             missing_blocks = seq.num_cacheable_blocks - cached // seq.block_size

@@ -144,6 +144,7 @@ class Engine:
                 prefill_tokens_per_s=round(sched.times.prefill_tokens_per_s, 1),
                 step_ms=round(self.step_ms, 2),
                 num_steps=self.num_steps,
+                num_shared_blocks=self.pool.num_shared,
             )
 
     def held_names(self) -> list[bytes]:
@@ -292,8 +293,8 @@ class Engine:
         self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3)
         self.num_steps += 1
         self.step_ms += 0.2 * (took_s * 1e3 - self.step_ms)
-        preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
-        return StepStats(num_prompt, num_decodes, preemptions, took_s)
+        preemptions, copied = self.scheduler.take_counts()
+        return StepStats(num_prompt, num_decodes, preemptions, copied, took_s)
 
     def _wake(self) -> None:
         self._woken = True

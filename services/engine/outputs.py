@@ -71,6 +71,7 @@ class StepStats:
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    num_copied_blocks: int = 0
     seconds: float = 0.0
 
 

@@ -102,8 +102,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.received: deque[Sequence] = deque()  # complete receives, and failed ones: they own their blocks
         self.running: list[Sequence] = []  # in order of arrival
-        self.num_copied_blocks = 0
-        self.num_preemptions = 0  # since the engine last took the count
+        self._num_preemptions = 0
+        self._num_copied_blocks = 0
 
     @property
     def num_seats(self) -> int:
@@ -112,6 +112,12 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received))
+
+    def take_counts(self) -> tuple[int, int]:
+        """Preemptions and copied blocks since the last call."""
+        counts = self._num_preemptions, self._num_copied_blocks
+        self._num_preemptions = self._num_copied_blocks = 0
+        return counts
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence. Raises PromptExceedsPool if it could never run, Overloaded if the queue is full."""
@@ -289,7 +295,7 @@ class Scheduler:
         old, (new,) = seq.block_table[at], self.pool.allocate(1)
         self.pool.release([old])
         seq.block_table[at] = new
-        self.num_copied_blocks += 1
+        self._num_copied_blocks += 1
         return BlockCopy(old, new)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -297,7 +303,7 @@ class Scheduler:
         self.running.remove(seq)
         seq.num_preemptions += 1
         seq.num_recomputed_tokens += seq.num_computed_tokens
-        self.num_preemptions += 1
+        self._num_preemptions += 1
         self._give_back(seq)
         seq.status = Status.WAITING
         self.waiting.appendleft(seq)

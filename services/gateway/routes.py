@@ -23,13 +23,13 @@ from kvferry.services.gateway.openai import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
-    Shape,
     TokenizeRequest,
 )
 from kvferry.services.gateway.respond import RunResponse
 from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
 from kvferry.services.gateway.run import Run
 from kvferry.services.gateway.serving import Service
+from kvferry.services.gateway.shape import Shape
 
 LARGE_BODY_BYTES = 64 * 2**10  # larger ones are parsed off the event loop
 

@@ -34,6 +34,7 @@ class _LoadCollector(Collector):
             ),
             ("kvferry:kv_blocks_total", "Blocks in the pool.", load.num_blocks),
             ("kvferry:kv_blocks_accounted", "Sum of all accounts; always the pool.", a.total),
+            ("kvferry:kv_blocks_shared", "Blocks that several sequences use.", load.num_shared_blocks),
             ("kvferry:leases_open", "Leases that peers hold on blocks here.", load.num_leases),
         ):
             yield GaugeMetricFamily(name, text, value=value)
@@ -59,6 +60,7 @@ class NodeMetrics:
             "prompt_tokens_by_source", "Prompt tokens: computed here, found in the cache here, received.", "source"
         )
         self.preemptions = counter("num_preemptions", "Sequences that gave their blocks back to run again later.")
+        self.copied_blocks = counter("kv_blocks_copied", "Half-filled blocks copied because a branch wrote into them.")
         self.requests = counter(
             "request_success", "Requests that left this node, by how they ended.", "finished_reason"
         )
@@ -85,5 +87,7 @@ class NodeMetrics:
             self.step_seconds.observe(stats.seconds)
         if stats.num_preemptions:
             self.preemptions.inc(stats.num_preemptions)
+        if stats.num_copied_blocks:
+            self.copied_blocks.inc(stats.num_copied_blocks)
         if report.tokens:
             self.generation_tokens.inc(len(report.tokens))

@@ -19,6 +19,7 @@ def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
             pb.Candidate(instance_id=c.instance_id, address=c.address, cached_blocks=c.cached_blocks)
             for c in request.prefill
         ],
+        priority=request.priority,
     )
 
 
@@ -31,6 +32,7 @@ def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
         n=msg.n,
         cache_salt=msg.cache_salt,
         prefill=tuple(rq.PrefillCandidate(c.instance_id, c.address, c.cached_blocks) for c in msg.prefill),
+        priority=msg.priority,
     )
 
 
@@ -50,7 +52,20 @@ def sampling_to_pb(s: rq.SamplingParams) -> pb.Sampling:
         ignore_eos=s.ignore_eos,
         seed=s.seed,
         logprobs=s.logprobs,
+        allowed_token_ids=s.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=ids) for ids in s.bad_words],
+        prompt_logprobs=s.prompt_logprobs,
+        beam=_beam_to_pb(s.beam) if s.beam is not None else None,
+        structured=_structured_to_pb(s.structured) if s.structured is not None else None,
     )
+
+
+def _beam_to_pb(beam: rq.BeamParams) -> pb.Beam:
+    return pb.Beam(length_penalty=beam.length_penalty, early_stopping=beam.early_stopping)
+
+
+def _structured_to_pb(structured: rq.StructuredOutput) -> pb.StructuredOutput:
+    return pb.StructuredOutput(grammar=structured.grammar, param=structured.param)
 
 
 def sampling_from_pb(m: pb.Sampling) -> rq.SamplingParams:
@@ -69,6 +84,13 @@ def sampling_from_pb(m: pb.Sampling) -> rq.SamplingParams:
         ignore_eos=m.ignore_eos,
         seed=m.seed,
         logprobs=m.logprobs if m.HasField("logprobs") else None,
+        allowed_token_ids=tuple(m.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in m.bad_words),
+        prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
+        beam=rq.BeamParams(m.beam.length_penalty, m.beam.early_stopping) if m.HasField("beam") else None,
+        structured=(
+            rq.StructuredOutput(m.structured.grammar, m.structured.param) if m.HasField("structured") else None
+        ),
     )
 
 
@@ -78,15 +100,13 @@ def output_to_pb(o: rq.RequestOutput) -> pb.Output:
         attempt=o.attempt,
         index=o.index,
         token_ids=o.token_ids,
-        logprobs=[
-            pb.Logprobs(logprob=t.logprob, top_token_ids=[i for i, _ in t.top], top_logprobs=[p for _, p in t.top])
-            for t in o.logprobs
-        ],
+        logprobs=map(logprobs_to_pb, o.logprobs),
         finish_reason=o.finish_reason or "",
         stop_token_id=o.stop_token_id,
         cached_tokens=o.cached_tokens,
         computed_tokens=o.computed_tokens,
         prefilled_by=o.prefilled_by,
+        prompt_logprobs=map(logprobs_to_pb, o.prompt_logprobs),
     )
     if o.error_code:
         msg.error.CopyFrom(pb.ErrorDetail(code=o.error_code, message=o.error_message, param=o.error_param))
@@ -105,9 +125,7 @@ def output_from_pb(m: pb.Output) -> rq.RequestOutput:
         attempt=m.attempt,
         index=m.index,
         token_ids=tuple(m.token_ids),
-        logprobs=tuple(
-            rq.TokenLogprobs(p.logprob, tuple(zip(p.top_token_ids, p.top_logprobs, strict=True))) for p in m.logprobs
-        ),
+        logprobs=tuple(map(logprobs_from_pb, m.logprobs)),
         finish_reason=rq.FinishReason(m.finish_reason) if m.finish_reason else None,
         stop_token_id=m.stop_token_id if m.HasField("stop_token_id") else None,
         error_code=m.error.code,
@@ -117,7 +135,18 @@ def output_from_pb(m: pb.Output) -> rq.RequestOutput:
         computed_tokens=m.computed_tokens,
         prefilled_by=m.prefilled_by,
         times=rq.RequestTimes(t.queue_s, t.prefill_s, t.transfer_s, t.first_step_s),
+        prompt_logprobs=tuple(map(logprobs_from_pb, m.prompt_logprobs)),
     )
+
+
+def logprobs_to_pb(t: rq.TokenLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        logprob=t.logprob, top_token_ids=[i for i, _ in t.top], top_logprobs=[p for _, p in t.top], rank=t.rank
+    )
+
+
+def logprobs_from_pb(m: pb.Logprobs) -> rq.TokenLogprobs:
+    return rq.TokenLogprobs(m.logprob, tuple(zip(m.top_token_ids, m.top_logprobs, strict=True)), m.rank)
 
 
 def card_to_pb(c: LayoutCard) -> pb.LayoutCard:

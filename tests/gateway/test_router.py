@@ -209,8 +209,13 @@ def test_the_reasons_name_every_candidate_and_their_terms() -> None:
 
 
 def test_a_large_fleet_is_decided_in_milliseconds() -> None:
+    """About 20 ms for 1,024 nodes; the limit allows for a busy machine and still catches work per pair of nodes."""
     nodes = [node(f"d{n}", Role.DECODE) for n in range(512)] + [node(f"p{n}", Role.PREFILL) for n in range(512)]
     matches = {n.instance_id: 10 for n in nodes}
-    started_s = time.process_time()
-    choose(RouteRequest("r", 2000), nodes, matches)
-    assert time.process_time() - started_s < 0.1
+
+    def took_s() -> float:
+        started_s = time.process_time()
+        choose(RouteRequest("r", 2000), nodes, matches)
+        return time.process_time() - started_s
+
+    assert min(took_s() for _ in range(3)) < 0.15
