@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-NAMES = ("serving",)
+from kvferry.common.cores import NODE_ENVIRON
+
+NAMES = ("memory", "batching", "prefix", "serving")
 
 
 def main() -> int:
+    os.environ.update(NODE_ENVIRON | os.environ)  # before torch is imported
     names = [sys.argv[1]] if len(sys.argv) > 1 else list(NAMES)
     if names[0] not in NAMES:
         print(f"unknown benchmark {names[0]!r}: known are {', '.join(NAMES)}", file=sys.stderr)

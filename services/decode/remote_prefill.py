@@ -34,6 +34,7 @@ class Wanted:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     cache_salt: str
+    priority: int
     first_block: int
     block_ids: tuple[int, ...]
 
@@ -122,6 +123,7 @@ class RemotePrefill:
             request_id=wanted.request_id,
             prompt_token_ids=wanted.prompt_token_ids,
             cache_salt=wanted.cache_salt,
+            priority=wanted.priority,
             first_block=wanted.first_block,
             card=card_to_pb(self._card),
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass, field, replace
 
-from kvferry.common.errors import KvferryError
+from kvferry.common.errors import BadRequest, ContextTooLong, KvferryError
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, RequestTimes
 from kvferry.services.decode.remote_prefill import Received
 from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.outputs import FirstToken, TokenOutput
+from kvferry.services.node.context import LoadedNode
 
 
 @dataclass(slots=True, eq=False)
@@ -70,4 +72,28 @@ class Request:
             cached_tokens=max(len(self.spec.prompt_token_ids) - computed, 0),
             prefilled_by=self.prefilled_by if remote else "",
             times=times,
+            prompt_logprobs=first.prompt_logprobs,
         )
+
+
+def validate(spec: GenerateRequest, loaded: LoadedNode) -> None:
+    """What must hold whoever submits it: nothing here may be left to break a step that others share."""
+    tokens, limit = spec.prompt_token_ids, loaded.max_model_len
+    if not tokens:
+        raise BadRequest("the prompt is empty", param="prompt")
+    if not all(spec.sampling.bad_words):
+        raise BadRequest("a bad word has no tokens", param="bad_words")
+    if spec.n < 1 or spec.sampling.max_tokens < 1:
+        raise BadRequest(f"n {spec.n} and max_tokens {spec.sampling.max_tokens} must be at least 1", param="n")
+    if len(tokens) >= limit:
+        raise ContextTooLong(
+            f"the prompt has {len(tokens)} tokens; with one to produce the limit is {limit}", param="prompt"
+        )
+    if spec.sampling.beam is not None and (structured := spec.sampling.structured) is not None:
+        raise BadRequest(f"{structured.param}: beam search cannot follow a grammar", param=structured.param)
+    vocab = loaded.model_config.vocab_size
+    params = spec.sampling
+    listed = (tokens, params.stop_token_ids, (t for t, _ in params.logit_bias), params.allowed_token_ids)
+    named = itertools.chain(*listed, *params.bad_words)
+    if (worst := max(named)) >= vocab:
+        raise BadRequest(f"token id {worst} is outside the vocabulary of {vocab} tokens", param="prompt")

@@ -8,7 +8,6 @@ tried, and then the prompt is computed here.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from typing import Any
@@ -16,16 +15,17 @@ from typing import Any
 import grpc
 
 from kvferry.common.config import Config
-from kvferry.common.errors import BadRequest, ContextTooLong, Draining, Internal, KvferryError
+from kvferry.common.errors import BadRequest, Draining, Internal, KvferryError
 from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
-from kvferry.common.requests import GenerateRequest
+from kvferry.common.requests import GenerateRequest, StructuredOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.decode.remote_prefill import Received, RemotePrefill, Timeouts, Wanted
-from kvferry.services.decode.request import Request
+from kvferry.services.decode.request import Request, validate
 from kvferry.services.decode.session import GatewaySession, Stream
 from kvferry.services.engine.beam_groups import make_group
+from kvferry.services.engine.grammar import Matcher
 from kvferry.services.engine.outputs import AdmittedOutput, StepReport, TokenOutput
 from kvferry.services.engine.sequence import Sequence
 from kvferry.services.node.context import LoadedNode, NodeContext
@@ -51,6 +51,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self._requests: dict[tuple[int, str, int], Request] = {}  # by session number, request id, attempt
         self._by_key: dict[str, tuple[Request, int]] = {}
         self._receives: set[asyncio.Task[None]] = set()
+        self._compiling: set[asyncio.Task[None]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_DecodeServicer_to_server(self, server)
@@ -92,14 +93,31 @@ class DecodeService(pb_grpc.DecodeServicer):
             if name in self._requests:
                 raise BadRequest(f"request id {spec.request_id!r} is in use", param="request_id")
             loaded = self._node.require_open()
-            _validate(spec, loaded)
-            self._start(loaded, request)
+            validate(spec, loaded)
+            if spec.sampling.structured is None:
+                self._start(loaded, request)
+            else:
+                task = asyncio.create_task(self._start_constrained(loaded, request, spec.sampling.structured))
+                self._compiling.add(task)
+                task.add_done_callback(self._compiling.discard)
             self._requests[name] = request
             self._by_key |= {request.key(index): (request, index) for index in range(spec.n)}
         except KvferryError as exc:
             session.push(request.error_output(exc))
 
-    def _start(self, loaded: LoadedNode, request: Request) -> None:
+    async def _start_constrained(self, loaded: LoadedNode, request: Request, structured: StructuredOutput) -> None:
+        """Compiles the grammar first, which nobody waits for but this request."""
+        try:
+            matcher = await asyncio.to_thread(loaded.grammars.matcher, structured)
+            if request.open:
+                self._start(loaded, request, matcher)
+            for index in set(range(request.spec.n)) - request.open:  # cancelled meanwhile
+                loaded.engine.close(request.key(index))
+        except Exception as exc:
+            if request.open:
+                self._fail(request, exc if isinstance(exc, KvferryError) else Internal(f"compiling the grammar: {exc}"))
+
+    def _start(self, loaded: LoadedNode, request: Request, matcher: Matcher | None = None) -> None:
         """Submits the prompt with all its choices. Raises what the engine refuses it with."""
         spec = request.spec
         seq = Sequence(
@@ -109,7 +127,9 @@ class DecodeService(pb_grpc.DecodeServicer):
             root=root_name(loaded.card.model_fingerprint, loaded.card.numerics_id, spec.cache_salt),
             block_size=loaded.card.block_size,
             sampling=spec.sampling,
+            priority=spec.priority,
         )
+        seq.matcher = matcher
         keys = tuple(request.key(index) for index in range(spec.n))
         if spec.sampling.beam is not None:
             room = loaded.max_model_len - seq.num_tokens
@@ -190,6 +210,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             request_id=request.spec.request_id,
             prompt_token_ids=request.spec.prompt_token_ids,
             cache_salt=request.spec.cache_salt,
+            priority=request.spec.priority,
             first_block=admitted.first_block,
             block_ids=admitted.block_ids,
         )
@@ -263,24 +284,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             self._fail(request, Draining(f"{self._node.node_id} has shut down"))
         for session in self._sessions:
             session.close()
-        await asyncio.gather(*self._receives, return_exceptions=True)
-
-
-def _validate(spec: GenerateRequest, loaded: LoadedNode) -> None:
-    """What must hold whoever submits it: nothing here may be left to break a step that others share."""
-    tokens, limit = spec.prompt_token_ids, loaded.max_model_len
-    if not tokens:
-        raise BadRequest("the prompt is empty", param="prompt")
-    if spec.n < 1 or spec.sampling.max_tokens < 1:
-        raise BadRequest(f"n {spec.n} and max_tokens {spec.sampling.max_tokens} must be at least 1", param="n")
-    if len(tokens) >= limit:
-        raise ContextTooLong(
-            f"the prompt has {len(tokens)} tokens; with one to produce the limit is {limit}", param="prompt"
-        )
-    vocab = loaded.model_config.vocab_size
-    named = itertools.chain(tokens, spec.sampling.stop_token_ids, (t for t, _ in spec.sampling.logit_bias))
-    if (worst := max(named)) >= vocab:
-        raise BadRequest(f"token id {worst} is outside the vocabulary of {vocab} tokens", param="prompt")
+        await asyncio.gather(*self._receives, *self._compiling, return_exceptions=True)
 
 
 def _count_pulls(loaded: LoadedNode, received: Received) -> None:

@@ -23,7 +23,9 @@ def make_group(seq: Seq, params: SamplingParams, keys: tuple[str, ...], max_toke
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
     search = BeamSearch(len(keys), params.beam, max_tokens, ends, params.logprobs or 0)
     candidates = BeamSearch.num_candidates(len(keys), len(ends))
-    seq.sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=candidates)
+    seq.sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, logprobs=candidates, prompt_logprobs=params.prompt_logprobs
+    )
     seq.group = BeamGroup(search, keys, [seq])
     seq.num_reserved_seats = len(keys) - 1
 

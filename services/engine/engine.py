@@ -30,7 +30,8 @@ from kvferry.services.engine.outputs import (
     TokenOutput,
 )
 from kvferry.services.engine.sampler import SampledToken
-from kvferry.services.engine.scheduler import Schedule, Scheduler
+from kvferry.services.engine.schedule import Schedule
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence as Seq
 from kvferry.services.engine.sequence import Status
 
@@ -41,7 +42,8 @@ class Runner(Protocol):
     def execute(self, schedule: Schedule) -> list[SampledToken]:
         """One token for each row that samples, each followed by one for each of its branches, in row order.
 
-        The copies are made first; the rows' KV is in the pool afterwards.
+        The copies are made first; the rows' KV is in the pool afterwards, and log-probabilities of the rows' prompt
+        tokens that are wanted are with their sequences.
         """
 
 
@@ -245,6 +247,10 @@ class Engine:
                 self._drop(one)
             if one.abandoned or one.key in self._closing:
                 continue
+            if token.error is not None:
+                report.failed.append(FailedOutput(one.key, token.error))
+                self._drop(one)
+                continue
             one.token_ids.append(token.token_id)
             first, is_first = _first(ones[0]) if is_first else None, False
             reason, stop = self._finish(one, token.token_id)
@@ -258,7 +264,9 @@ class Engine:
         assert params is not None
         if token_id in params.stop_token_ids:
             return FinishReason.STOP, token_id
-        if token_id in self.eos_token_ids and not params.ignore_eos:
+        if token_id in self.eos_token_ids and not (params.ignore_eos and seq.matcher is None):
+            return FinishReason.STOP, None
+        if seq.matcher is not None and seq.matcher.is_complete(seq.token_ids[seq.num_prompt_tokens :]):
             return FinishReason.STOP, None
         if seq.num_output_tokens >= params.max_tokens or seq.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH, None
@@ -332,4 +340,5 @@ def _first(seq: Seq) -> FirstToken:
         admitted_s=seq.admitted_s,
         received_s=seq.received_s,
         token_s=time.monotonic(),
+        prompt_logprobs=tuple(seq.prompt_logprobs),
     )

@@ -50,6 +50,14 @@ class LlamaModel:
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Writes the batch's keys and values into the pool -> float32 logits [num_logit_rows, vocab_size].
 
+        Like `hidden`, then `logits` of the rows that are wanted.
+        """
+        return self.logits(self.hidden(batch, kv_cache)[batch.logit_rows])
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Writes the batch's keys and values into the pool -> the last layer's output [num_tokens, hidden_size].
+
         `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` in the model's dtype.
         """
         cos, sin = self._rope_table[batch.positions].chunk(2, dim=-1)
@@ -63,7 +71,7 @@ class LlamaModel:
             hidden = hidden + layer.o(attended.flatten(1))
             normed = ops.rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
             hidden = hidden + layer.down(ops.silu_and_mul(layer.gate_up(normed)))
-        return self._logits(hidden[batch.logit_rows])
+        return hidden
 
     def _project(
         self, layer: LayerWeights, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -77,7 +85,9 @@ class LlamaModel:
             key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
         return ops.rotary_embedding(query, cos, sin), ops.rotary_embedding(key, cos, sin), value
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of `hidden`'s output -> float32 logits [num_rows, vocab_size]."""
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size, device=self.device)
         return self.weights.head(ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)).float()

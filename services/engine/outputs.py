@@ -20,6 +20,7 @@ class FirstToken:
     admitted_s: float
     received_s: float  # 0.0 when nothing was received
     token_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

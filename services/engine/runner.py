@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -10,10 +10,14 @@ import torch
 
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.batch import Batch
+from kvferry.services.engine.grammar import Mask, MaskWorker
 from kvferry.services.engine.model import LlamaModel
-from kvferry.services.engine.sampler import SampledToken, SampleRow, sample
-from kvferry.services.engine.scheduler import Schedule, Scheduled
+from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
+from kvferry.services.engine.schedule import Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence as Seq
+
+LOGPROB_ROWS = 64
+"""Rows of logits that exist at once while a prompt's log-probabilities are computed."""
 
 
 def build_batch(rows: Sequence[Scheduled], block_size: int) -> Batch:
@@ -50,19 +54,52 @@ class TorchRunner:
         self.kv_cache = kv_cache
         self.block_size = kv_cache.shape[4]
         self.eos_token_ids = eos_token_ids
+        self._masks = MaskWorker()
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[SampledToken]:
         for copy in schedule.copies:
             self.kv_cache[copy.target] = self.kv_cache[copy.source]
-        batch = build_batch(schedule.rows, self.block_size)
-        logits = self.model.forward(batch, self.kv_cache)
         sampling = [row.sequence for row in schedule.rows if row.samples]
-        if any(seq.branches for seq in sampling):  # all samples of one prompt draw from the same logits
-            logits = logits[[i for i, seq in enumerate(sampling) for _ in range(seq.num_seats)]]
-        return sample(logits, [self._row(seq, one) for seq in sampling for one in (seq, *seq.branches)])
+        ones = [(seq, one) for seq in sampling for one in (seq, *seq.branches)]
+        masks = self._masks.begin(
+            {
+                i: (one.matcher, seq.token_ids[seq.num_prompt_tokens :])
+                for i, (seq, one) in enumerate(ones)
+                if one.matcher is not None
+            }
+        )
+        batch = build_batch(schedule.rows, self.block_size)
+        hidden = self.model.hidden(batch, self.kv_cache)
+        for row, start in zip(schedule.rows, batch.query_starts, strict=False):
+            if row.sequence.wants_prompt_logprobs:
+                self._add_prompt_logprobs(row, hidden[start : start + row.num_tokens])
+        logits = self.model.logits(hidden[batch.logit_rows])
+        if len(ones) > len(sampling):  # all samples of one prompt draw from the same logits
+            logits = logits[[i for i, seq in enumerate(sampling) for _ in range(1 + len(seq.branches))]]
+        return self._sample(logits, ones, masks())
 
-    def _row(self, seq: Seq, one: Seq) -> SampleRow:
+    def _sample(
+        self, logits: torch.Tensor, ones: Sequence[tuple[Seq, Seq]], masks: Mapping[int, Mask]
+    ) -> list[SampledToken]:
+        usable = {i: mask for i, mask in masks.items() if mask.error is None}
+        sampled = sample(logits, [self._row(seq, one, usable.get(i)) for i, (seq, one) in enumerate(ones)])
+        for i in masks.keys() - usable.keys():
+            sampled[i] = SampledToken(0, error=masks[i].error)
+        return sampled
+
+    def _add_prompt_logprobs(self, row: Scheduled, hidden: torch.Tensor) -> None:
+        """Those of the prompt's tokens that follow the row's. `hidden`: [row's num_tokens, hidden_size]."""
+        seq = row.sequence
+        assert seq.sampling is not None
+        assert len(seq.prompt_logprobs) == row.start, f"{seq.key}: those of {row.start} tokens should be known"
+        following = seq.token_ids[row.start + 1 : min(row.start + row.num_tokens + 1, seq.num_prompt_tokens)]
+        for at in range(0, len(following), LOGPROB_ROWS):
+            part = following[at : at + LOGPROB_ROWS]
+            logits = self.model.logits(hidden[at : at + len(part)])
+            seq.prompt_logprobs += token_logprobs(logits, part, seq.sampling.prompt_logprobs or 0)
+
+    def _row(self, seq: Seq, one: Seq, mask: Mask | None) -> SampleRow:
         """How `one`, the sequence itself or a branch of it that is about to be born, draws its next token."""
         assert seq.sampling is not None
         return SampleRow(
@@ -70,9 +107,14 @@ class TorchRunner:
             position=seq.num_tokens,
             index=one.index,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens] if _uses_history(seq.sampling) else (),
-            output_token_ids=seq.token_ids[seq.num_prompt_tokens :],
+            output_token_ids=seq.token_ids[seq.num_prompt_tokens :] if _uses_output(seq.sampling) else (),
             eos_token_ids=self.eos_token_ids,
+            mask=mask,
         )
+
+
+def _uses_output(params: SamplingParams) -> bool:
+    return _uses_history(params) or bool(params.bad_words) or params.min_tokens > 0
 
 
 def _uses_history(params: SamplingParams) -> bool:

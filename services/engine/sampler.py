@@ -2,8 +2,8 @@
 
 A draw depends on the logits, the request's own parameters, and (seed, choice index, position): not on the batch, on
 other draws or on any generator's state. So a preempted or moved sequence continues with the same text. Order of work,
-as in vLLM: min_tokens mask and logit bias, penalties, greedy choice or temperature, min-p, top-k, top-p, draw.
-Log-probabilities are those of the raw logits.
+as in vLLM: grammar, allowed tokens, bad words, min_tokens and logit bias, penalties, greedy choice or temperature,
+min-p, top-k, top-p, draw. Log-probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.common.requests import SamplingParams
+from kvferry.common.errors import KvferryError
+from kvferry.common.requests import SamplingParams, TokenLogprobs
 from kvferry.kernels import ops
+from kvferry.services.engine.grammar import Mask, forbid
+from kvferry.services.engine.token_masks import allow_only, completing, masks_tokens
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -28,7 +31,7 @@ class SampleRow:
     """What one row of logits is sampled with.
 
     `position` is the index of the token being drawn, counted from the start of the prompt; `index` the choice's.
-    The token sequences are read only where penalties are in use; min_tokens needs the length of the output.
+    The prompt is read only where penalties are in use, the output also for bad words and (its length) min_tokens.
     """
 
     params: SamplingParams
@@ -37,15 +40,20 @@ class SampleRow:
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     eos_token_ids: Sequence[int] = ()
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`logprob` is None and `top` empty unless the row asked for them; `top` falls, ties by token id."""
+    """`logprob` is None and `top` empty unless the row asked for them; `top` falls, ties by token id.
+
+    `error`: the row's grammar has failed, and the token means nothing.
+    """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    error: KvferryError | None = None
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
@@ -54,7 +62,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
     if not rows:
         return []
-    special = [i for i, row in enumerate(rows) if _is_drawn(row) or _is_edited(row)]
+    special = [i for i, row in enumerate(rows) if _is_drawn(row) or _is_edited(row) or row.mask is not None]
     if not special:
         return _with_logprobs(logits, rows, logits.argmax(-1))
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -69,15 +77,16 @@ def _is_drawn(row: SampleRow) -> bool:
 
 
 def _is_edited(row: SampleRow) -> bool:
-    """Whether the row's logits are changed before the greedy choice or the draw."""
+    """Whether parameters change the row's logits before the greedy choice or the draw."""
     p = row.params
     neutral = p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0
-    return not neutral or bool(p.logit_bias) or len(row.output_token_ids) < p.min_tokens
+    early = len(row.output_token_ids) < p.min_tokens
+    return not neutral or bool(p.logit_bias) or early or masks_tokens(p)
 
 
 def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Tokens [n] for a private copy of the rows' logits, which it changes."""
-    _edit(logits, rows)
+    _constrain_and_edit(logits, rows)
     drawn = [i for i, row in enumerate(rows) if _is_drawn(row)]
     if len(drawn) == len(rows):
         return _draw(logits, rows)
@@ -101,6 +110,20 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         )
     uniform = uniforms([p.seed for p in params], [row.index for row in rows], [row.position for row in rows])
     return ops.draw_tokens(probs, torch.from_numpy(uniform).to(logits.device))
+
+
+def _constrain_and_edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Applies grammars, then everything else. Where that forbids all that a grammar allows, the grammar rules."""
+    allowed: dict[int, torch.Tensor] = {}
+    for i, row in enumerate(rows):
+        if row.mask is not None:
+            forbid(logits[i], row.mask)
+            if _is_edited(row):
+                allowed[i] = logits[i].clone()
+    _edit(logits, rows)
+    for i, kept in allowed.items():
+        if logits[i].max() == -torch.inf:
+            logits[i] = kept
 
 
 @dataclass(slots=True)
@@ -129,7 +152,10 @@ def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     biases, repetitions, costs = _Edits(), _Edits(), _Edits()
     for i, row in enumerate(rows):
         p, output = row.params, row.output_token_ids
+        if p.allowed_token_ids:
+            allow_only(logits[i], p.allowed_token_ids)
         bias = dict(p.logit_bias)
+        bias |= dict.fromkeys(completing(p.bad_words, output), -torch.inf)
         if len(output) < p.min_tokens:
             bias |= dict.fromkeys((*row.eos_token_ids, *p.stop_token_ids), -torch.inf)
         for token, value in bias.items():
@@ -163,6 +189,15 @@ def _with_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], token_ids: t
     for i, logprob, row_logprobs in zip(wanting, chosen, logprobs, strict=True):
         sampled[i] = SampledToken(ids[i], logprob, _top(row_logprobs, rows[i].params.logprobs or 0))
     return sampled
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Of one given token for each row of `logits` [n, vocab] float32, with its rank among all and the best ones."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [n, 1]
+    ranks: list[int] = (logprobs >= chosen).sum(-1).tolist()
+    each = zip(chosen.squeeze(1).tolist(), logprobs, ranks, strict=True)
+    return [TokenLogprobs(logprob, _top(row, num_top), rank) for logprob, row, rank in each]
 
 
 def _top(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -1,95 +1,47 @@
-"""What the next step computes. Iteration-level, first come first served; policy only, no tensors.
+"""What the next step computes. Iteration-level; policy only, no tensors.
 
 A sequence simply has tokens still to compute; there is no prefill or decode phase. Order within a step: running
 sequences that need one token, running ones that need more, then waiting ones. A waiting sequence starts only when
 blocks for all its tokens are there, so two half-done prompts never starve each other; what it needs later, one block
-at a time, is taken by preempting the newest running sequence.
+at a time, is taken by preempting the last running sequence in order.
+
+Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, because
+  - nobody passes the first in the queue, however small: it gets the next blocks and seats that come free. Those behind
+    it wait for it to start, which is at the latest when the sequences that run now have ended;
+  - of those with seats to wait for, the ones that own their blocks already (`received`) go first;
+  - a chunk of one prompt takes at most `long_prefill_token_threshold` tokens of a step, so that others progress too;
+  - under `priority`, a sequence is overtaken by at most `waiting.MAX_OVERTAKEN` later ones;
+  - a sequence (not a beam) that was preempted `max_num_preemptions` times reserves blocks for all that it may still
+    produce when it starts again, and then runs to its end: it lacks no block, and it is no victim while others are.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.common.errors import BadRequest, Overloaded, PromptExceedsPool
+from kvferry.common.errors import BadRequest, PromptExceedsPool
 from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.schedule import BlockCopy, Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence, Status
+from kvferry.services.engine.step_times import StepTimes
+from kvferry.services.engine.waiting import WaitingQueue, order
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_step_ms` None: prompt chunks may fill the whole token budget."""
+    """None and a threshold of 0: no such limit. Without `max_step_ms` prompt chunks may fill the whole token budget."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_waiting: int
     max_step_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """Tokens `[start, start + num_tokens)` of one sequence; `samples`: its next token is drawn from the last one."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step. `copies` come first, in order. `admitted`: receiving sequences that got their blocks; `held`:
-    compute-only ones with nothing left to do."""
-
-    rows: list[Scheduled] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    held: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows if row.num_tokens > 1)
-
-
-class StepTimes:
-    """Exponentially weighted step times, from which a step's prompt share is sized."""
-
-    def __init__(self) -> None:
-        self.decode_ms = 0.0
-        self.prompt_token_ms = 0.0
-
-    def note(self, num_prompt_tokens: int, num_decodes: int, step_ms: float) -> None:
-        if num_prompt_tokens >= 8:
-            alone = max(step_ms - (self.decode_ms if num_decodes else 0.0), 0.25 * step_ms)
-            self.prompt_token_ms = _blend(self.prompt_token_ms, alone / num_prompt_tokens)
-        elif num_decodes:
-            self.decode_ms = _blend(self.decode_ms, step_ms)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return 1000.0 / self.prompt_token_ms if self.prompt_token_ms else 0.0
-
-    def prompt_tokens_within(self, budget_ms: float, decoding: bool) -> int | None:
-        """Prompt tokens that a step of this length has room for; None before the first measurement."""
-        if not self.prompt_token_ms:
-            return None
-        return int((budget_ms - (self.decode_ms if decoding else 0.0)) / self.prompt_token_ms)
-
-
-def _blend(old: float, new: float, weight: float = 0.2) -> float:
-    return old + weight * (new - old) if old else new
+    max_num_waiting_tokens: int | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+    max_num_preemptions: int | None = None
+    max_model_len: int | None = None
 
 
 class Scheduler:
@@ -99,9 +51,9 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.times = StepTimes()
-        self.waiting: deque[Sequence] = deque()
-        self.received: deque[Sequence] = deque()  # complete receives, and failed ones: they own their blocks
-        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens)
+        self.received = WaitingQueue()  # complete receives, and failed ones: they own their blocks
+        self.running: list[Sequence] = []  # in order
         self._num_preemptions = 0
         self._num_copied_blocks = 0
 
@@ -130,9 +82,12 @@ class Scheduler:
             raise BadRequest(
                 f"n {seq.num_seats} exceeds this node's max_num_seqs {self.limits.max_num_seqs}", param="n"
             )
-        if len(self.waiting) >= self.limits.max_num_waiting:
-            raise Overloaded(f"{len(self.waiting)} requests wait on this node already: its limit is reached")
-        self.waiting.append(seq)
+        if seq.priority and self.limits.policy == "fcfs":
+            raise BadRequest(
+                f"priority {seq.priority}: this node runs with --scheduling-policy fcfs, where it must be 0",
+                param="priority",
+            )
+        self.waiting.add(seq)
 
     def drop(self, seq: Sequence) -> None:
         """Takes a sequence out wherever it stands and gives its blocks back. Not for one that a step is computing."""
@@ -152,7 +107,7 @@ class Scheduler:
             self._name_full_blocks(seq)
         seq.receive = False
         seq.status = Status.WAITING
-        self.received.append(seq)
+        self.received.insert(seq)
 
     def schedule(self) -> Schedule:
         """The next step. Empty `rows`: nothing can run now."""
@@ -166,27 +121,33 @@ class Scheduler:
         for seq in self.running:
             if seq.num_uncomputed_tokens > 1 and budget > 0:
                 budget -= self._add_row(step, seq, budget)
-        while budget > 0 and self.received and self._has_seats(self.received[0]):
-            budget -= self._start(step, self.received.popleft(), budget)
-        self.admit(step, budget)
+        self._start_more(step, budget)
+        while not step.rows and self.running and (self.waiting or self.received):
+            self._preempt(step, self._victim())  # only beams run, and they wait for others that have no room
+            self._start_more(step, budget)
         return step
 
+    def _start_more(self, step: Schedule, budget: int) -> None:
+        while budget > 0 and self.received and self._has_seats(self.received.first):
+            budget -= self._start(step, self.received.pop(), budget)
+        self.admit(step, budget)
+
     def admit(self, step: Schedule, budget: int) -> None:
-        """Lets waiting sequences in, first come first served, as far as blocks, seats and token budget go."""
+        """Lets waiting sequences in, in order, as far as blocks, seats and token budget go."""
         while self.waiting:
-            seq = self.waiting[0]
-            if not seq.receive and (budget <= 0 or not self._has_seats(seq)):
+            seq = self.waiting.first
+            if not seq.receive and (budget <= 0 or self.received or not self._has_seats(seq)):
                 return
             if not self._reserve(seq):
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             seq.admitted_s = seq.admitted_s or time.monotonic()
             if seq.receive and seq.num_cacheable_blocks > seq.num_named_blocks:
                 seq.status = Status.RECEIVING
                 step.admitted.append(seq)
             elif seq.receive:  # its blocks have come into the cache meanwhile
                 seq.receive = False
-                self.received.append(seq)
+                self.received.insert(seq)
             else:
                 budget -= self._start(step, seq, budget)
 
@@ -197,12 +158,13 @@ class Scheduler:
         """
         child.token_ids = list(parent.token_ids)
         child.arrival_s, child.admitted_s = parent.arrival_s, parent.admitted_s
+        child.priority, child.num_overtaken = parent.priority, parent.num_overtaken
         child.parent = None
         if parent.status is not Status.RUNNING or parent.num_uncomputed_tokens:
             child.num_preemptions = 1
-            self.waiting.appendleft(child)
+            self.waiting.insert(child)
             return
-        child.block_table = list(parent.block_table)
+        child.block_table = parent.block_table[: parent.num_blocks_for(parent.num_tokens)]
         self.pool.acquire(child.block_table)
         child.names = list(parent.names)
         child.num_named_blocks = parent.num_named_blocks
@@ -210,7 +172,7 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         child.status = Status.RUNNING
         self.running.append(child)
-        self.running.sort(key=lambda s: s.arrival_s)
+        self.running.sort(key=order)
 
     def computed(self, row: Scheduled) -> None:
         """Books what a step computed for one row: its tokens, and names for the blocks that it filled."""
@@ -235,7 +197,7 @@ class Scheduler:
         return max(fit, 16) if fit is not None else 32
 
     def _add_row(self, step: Schedule, seq: Sequence, budget: int) -> int:
-        count = min(seq.num_uncomputed_tokens, budget)
+        count = min(seq.num_uncomputed_tokens, budget, self.limits.long_prefill_token_threshold or budget)
         if count > 0:
             last = count == seq.num_uncomputed_tokens
             step.rows.append(Scheduled(seq, seq.num_computed_tokens, count, last and seq.sampling is not None))
@@ -248,13 +210,13 @@ class Scheduler:
             return 0
         seq.status = Status.RUNNING
         self.running.append(seq)
-        self.running.sort(key=lambda s: s.arrival_s)
+        self.running.sort(key=order)
         return self._add_row(step, seq, budget)
 
     def _reserve(self, seq: Sequence) -> bool:
-        """Takes cached and fresh blocks for all tokens of `seq`; False and nothing taken when there are too few."""
+        """Takes cached and fresh blocks for all due tokens of `seq`; False and nothing taken when there are too few."""
         hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)) if self.pool.enable_prefix_caching else []
-        fresh = seq.num_blocks_for(seq.num_tokens) - len(hits)
+        fresh = seq.num_blocks_for(self._num_tokens_to_reserve(seq)) - len(hits)
         spare = self.pool.num_blocks // 100 if self.running else 0
         if fresh + self.pool.num_idle(hits) + spare > self.pool.num_available:
             return False
@@ -269,14 +231,14 @@ class Scheduler:
         return True
 
     def _make_room_for_growth(self, step: Schedule) -> None:
-        """Gives every running sequence the block that its next token goes into, at the expense of the newest.
+        """Gives every running sequence the block that its next token goes into, at the expense of the last in order.
 
         A half-filled block that branches share is copied for the one that is to write into it.
         """
         for seq in list(self.running):
             while seq.status is Status.RUNNING and (short := self._lacks_block(seq)):
                 if not self.pool.num_available:
-                    self._preempt(self.running[-1])
+                    self._preempt(step, self._victim())
                 elif short == "new":
                     seq.block_table.extend(self.pool.allocate(1))
                 else:
@@ -298,15 +260,31 @@ class Scheduler:
         self._num_copied_blocks += 1
         return BlockCopy(old, new)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _num_tokens_to_reserve(self, seq: Sequence) -> int:
+        """Its tokens; for one that must not be preempted again, with all that it may still produce."""
+        if not self._is_settled(seq) or seq.sampling is None:
+            return seq.num_tokens
+        longest = min(self.limits.max_model_len or 2**31, self.pool.num_blocks * seq.block_size)
+        return max(seq.num_tokens, min(seq.num_prompt_tokens + seq.sampling.max_tokens, longest))
+
+    def _is_settled(self, seq: Sequence) -> bool:
+        most = self.limits.max_num_preemptions
+        return most is not None and seq.group is None and seq.num_preemptions >= most
+
+    def _victim(self) -> Sequence:
+        return next((seq for seq in reversed(self.running) if not self._is_settled(seq)), self.running[-1])
+
+    def _preempt(self, step: Schedule, seq: Sequence) -> None:
         """Gives all blocks back; the sequence will be computed again, as if nothing had happened."""
+        step.copies[:] = [copy for copy in step.copies if copy.target not in seq.block_table]
         self.running.remove(seq)
         seq.num_preemptions += 1
         seq.num_recomputed_tokens += seq.num_computed_tokens
         self._num_preemptions += 1
         self._give_back(seq)
+        seq.prompt_logprobs.clear()
         seq.status = Status.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting.insert(seq)
 
     def _give_back(self, seq: Sequence) -> None:
         self.pool.release(seq.block_table)

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.common.hashing import block_names
-from kvferry.common.requests import SamplingParams
+from kvferry.common.requests import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvferry.services.engine.beam import BeamGroup
+    from kvferry.services.engine.grammar import Matcher
 
 
 class Status(enum.Enum):
@@ -51,6 +52,7 @@ class Sequence:
     sampling: SamplingParams | None
     index: int = 0
     receive: bool = False
+    priority: int = 0  # lower runs earlier
 
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -59,15 +61,18 @@ class Sequence:
     num_received_tokens: int = 0
     num_named_blocks: int = 0
     num_preemptions: int = 0
+    num_overtaken: int = 0
     num_recomputed_tokens: int = 0
     arrival_s: float = field(default_factory=time.monotonic)
     admitted_s: float = 0.0
     received_s: float = 0.0
     names: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # filled by the runner, chunk by chunk
     branches: list[Sequence] = field(default_factory=list)
     parent: Sequence | None = None
     abandoned: bool = False  # closed, but computes the prompt for its branches
     group: BeamGroup | None = None
+    matcher: Matcher | None = None  # what a grammar lets its output be
     num_reserved_seats: int = 0  # for beams to come
 
     @property
@@ -85,7 +90,14 @@ class Sequence:
     @property
     def num_cacheable_blocks(self) -> int:
         """Leading full blocks that a cache hit may supply; one that samples always recomputes its last token."""
+        if self.wants_prompt_logprobs:
+            return 0
         return (self.num_tokens - (self.sampling is not None)) // self.block_size
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the logits of its whole prompt are needed, so that no cache hit and no peer can stand in."""
+        return self.sampling is not None and self.sampling.prompt_logprobs is not None and not self.num_output_tokens
 
     @property
     def num_seats(self) -> int:
@@ -95,6 +107,7 @@ class Sequence:
     def add_branch(self, key: str, index: int) -> None:
         branch = Sequence(key, [], self.num_prompt_tokens, self.root, self.block_size, self.sampling, index)
         branch.parent = self
+        branch.matcher = self.matcher and self.matcher.clone()
         self.branches.append(branch)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -18,6 +18,7 @@ from kvferry.common.log import setup_logging
 from kvferry.common.models import resolve_model
 from kvferry.services.gateway import errors, server
 from kvferry.services.gateway.asgi import RequestIds
+from kvferry.services.gateway.generation_config import GenerationConfig
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import POLL_S, NodeTable, PrefixLookup
@@ -35,7 +36,12 @@ class Gateway:
     """Everything that lives as long as the process. `app` is what serves it; tests enter `running` themselves."""
 
     def __init__(
-        self, config: Config, index: PrefixIndex, tokenizer: Tokenizer, registry: CollectorRegistry | None = None
+        self,
+        config: Config,
+        index: PrefixIndex,
+        tokenizer: Tokenizer,
+        registry: CollectorRegistry | None = None,
+        defaults: GenerationConfig | None = None,
     ) -> None:
         self.metrics = GatewayMetrics(registry or CollectorRegistry())
         self.table = NodeTable(index, config.served_model)
@@ -52,7 +58,7 @@ class Gateway:
         self.app = FastAPI(title="kvferry", version=kvferry.__version__, lifespan=lambda app: self.running())
         self.app.add_middleware(RequestIds)
         errors.install(self.app)
-        intake = Intake(tokenizer, self.table, config.served_model)
+        intake = Intake(tokenizer, self.table, config.served_model, defaults)
         Routes(config.gateway, config.served_model, intake, self.service).install(self.app)
 
     @asynccontextmanager
@@ -108,10 +114,11 @@ async def serve(config: Config) -> None:
     try:
         folder = await asyncio.to_thread(resolve_model, config.cluster.model, weights=False)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        defaults = GenerationConfig.load(folder) if config.gateway.generation_config == "auto" else None
         index = open_index(config.cluster.redis_url, config.cluster.namespace)
         try:
             await _check_reachable(index, config.cluster.redis_url)
-            gateway = Gateway(config, index, tokenizer)
+            gateway = Gateway(config, index, tokenizer, defaults=defaults)
             host, port = listener.getsockname()[:2]
             await server.serve(
                 gateway.app,

@@ -14,7 +14,7 @@ from kvferry.services.gateway.text import Detokenizer, Scanned, StopScanner, Tok
 
 @dataclass(frozen=True, slots=True)
 class TextParams:
-    """What a request says about turning tokens into text."""
+    """What a request says about turning tokens into text. `only_prompt`: nothing of the completion is wanted."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -22,44 +22,53 @@ class TextParams:
     skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    only_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A produced token with its log-probability; its text begins at `offset` characters of the choice's text."""
+    """A token with its log-probability; its text begins at `offset` characters of the choice's text.
+
+    `logprobs` None: the first token of a prompt, which has none.
+    """
 
     token_id: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(slots=True)
 class Piece:
-    """What a choice has gained since the last piece. `finish_reason` is on exactly one, the last."""
+    """What a choice has gained since the last piece. `finish_reason` is on exactly one, the last.
+
+    `prompt`: the prompt's own tokens with their log-probabilities, on the first piece where they were asked for.
+    """
 
     text: str = ""
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt: list[TokenEntry] = field(default_factory=list)
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
         """Consecutive pieces of one choice as one."""
         entries = [entry for piece in pieces for entry in piece.entries]
+        prompt = [entry for piece in pieces for entry in piece.prompt]
         last = pieces[-1] if pieces else cls()
-        return cls("".join([piece.text for piece in pieces]), entries, last.finish_reason, last.stop_reason)
+        return cls("".join([piece.text for piece in pieces]), entries, last.finish_reason, last.stop_reason, prompt)
 
 
 class Choice:
     __slots__ = ("_detokenizer", "_num_chars", "_params", "_scanner", "finish_reason", "num_tokens")
 
-    def __init__(self, tokens: TokenBytes, params: TextParams) -> None:
+    def __init__(self, tokens: TokenBytes, params: TextParams, first_offset: int = 0) -> None:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._params = params
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=params.skip_special_tokens)
         self._scanner = StopScanner(params.stops, include_stop=params.include_stop) if params.stops else None
-        self._num_chars = 0
+        self._num_chars = first_offset
 
     def push(self, output: RequestOutput) -> Piece:
         """Takes a node's output for this choice. Must not be called once `finish_reason` is set.
@@ -69,6 +78,9 @@ class Choice:
         """
         assert self.finish_reason is None, "a finished choice got an output"
         piece = Piece()
+        if self._params.only_prompt:
+            self.finish_reason = piece.finish_reason = FinishReason.LENGTH
+            return piece
         for at, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             if self._params.logprobs is not None and at < len(output.logprobs):

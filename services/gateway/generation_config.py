@@ -1,4 +1,4 @@
-"""The model's own `generation_config.json`: what a client gets who says nothing, as with vLLM's `--generation-config`."""
+"""The model's own `generation_config.json`: what a client gets who says nothing; as vLLM's `--generation-config`."""
 
 from __future__ import annotations
 

@@ -10,13 +10,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from kvferry.common.config import nearest
 from kvferry.common.errors import BadRequest, ContextTooLong, ModelNotFound, Unavailable
-from kvferry.common.requests import SamplingParams
+from kvferry.common.requests import SamplingParams, StructuredOutput
 from kvferry.services.gateway.choice import TextParams
+from kvferry.services.gateway.generation_config import GenerationConfig
 from kvferry.services.gateway.messages import Prompt
 from kvferry.services.gateway.nodes import NodeTable
 from kvferry.services.gateway.openai import (
@@ -26,17 +27,33 @@ from kvferry.services.gateway.openai import (
     Generation,
     TokenizeRequest,
 )
+from kvferry.services.gateway.prompt_text import PromptText, align
+from kvferry.services.gateway.structured import compile_structured
 from kvferry.services.gateway.tokenizer import Tokenizer
 
 LONG_TEXT_CHARS = 4000  # longer ones are worth a thread
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class PromptJob:
-    """One prompt as the nodes will see it."""
+    """One prompt as the nodes will see it. `shown`: what the client gets back of it."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    shown: PromptText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the prompts of one request have in common. `param`: the field that they come from."""
+
+    limit: int
+    default_max_tokens: int
+    bad_words: tuple[tuple[int, ...], ...]
+    param: str
+    structured: StructuredOutput | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,7 @@ class Job:
     n: int
     text: TextParams
     cache_salt: str = ""
+    priority: int = 0
     received_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -59,19 +77,27 @@ class Job:
 class Intake:
     """Makes jobs. Methods raise BadRequest, ModelNotFound or Unavailable."""
 
-    def __init__(self, tokenizer: Tokenizer, table: NodeTable, model: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, table: NodeTable, model: str, defaults: GenerationConfig | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._table = table
         self._model = model
+        self._defaults = defaults or GenerationConfig()
 
     async def completion(self, body: CompletionRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
         limit = await self._limit()
-        special = body.add_special_tokens is not False
-        prompts = [await self._ids(prompt, limit, add_special_tokens=special) for prompt in body.prompts]
-        jobs = tuple(_prompt_job(body, ids, limit, DEFAULT_MAX_TOKENS, "prompt") for ids in prompts)
-        return _job(body, jobs, response_id, request_id, received_at)
+        terms = _Terms(
+            limit, DEFAULT_MAX_TOKENS, await self._bad_words(body.bad_words), "prompt", await _structured(body)
+        )
+        prompts = [await self._ids(prompt, limit, body) for prompt in body.prompts]
+        jobs = tuple(
+            self._prompt_job(body, ids, terms, prompt, body.echo)
+            for prompt, ids in zip(body.prompts, prompts, strict=True)
+        )
+        return _job(body, jobs, response_id, request_id, received_at, only_prompt=body.max_tokens == 0)
 
     async def chat(self, body: ChatRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
@@ -85,11 +111,13 @@ class Intake:
                 add_generation_prompt=body.add_generation_prompt,
                 variables=body.template_variables,
             )
-            self._check_chars(text, limit, "messages")
+            if body.truncate_prompt_tokens is None:
+                self._check_chars(text, limit, "messages")
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
         ids = await _off_loop(encode, _num_chars(body.messages))
-        job = _prompt_job(body, ids, limit, limit, "messages")
+        terms = _Terms(limit, limit, await self._bad_words(body.bad_words), "messages", await _structured(body))
+        job = self._prompt_job(body, ids, terms)
         return _job(body, (job,), response_id, request_id, received_at)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -125,6 +153,7 @@ class Intake:
         self.check_model(body.model)
         self.check_ids([token_id for token_id, _ in body.biases], "logit_bias")
         self.check_ids(body.stop_token_ids, "stop_token_ids")
+        self.check_ids(body.allowed_token_ids, "allowed_token_ids")
 
     async def _limit(self) -> int:
         if self._table.max_model_len is None:
@@ -134,12 +163,38 @@ class Intake:
             raise Unavailable("no node is registered yet")
         return limit
 
-    async def _ids(self, prompt: Prompt, limit: int, *, add_special_tokens: bool) -> list[int]:
+    async def _ids(self, prompt: Prompt, limit: int, body: CompletionRequest) -> list[int]:
         if isinstance(prompt, list):
             self.check_ids(prompt, "prompt")
             return prompt
-        self._check_chars(prompt, limit, "prompt")
-        return await self._encode(prompt, add_special_tokens)
+        if body.truncate_prompt_tokens is None:
+            self._check_chars(prompt, limit, "prompt")
+        return await self._encode(prompt, body.add_special_tokens is not False)
+
+    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens as they stand at the beginning of a text and behind a space."""
+        spelled = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+
+        def encode() -> list[tuple[int, ...]]:
+            return [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spelled]
+
+        return tuple(dict.fromkeys(await _off_loop(encode, sum(map(len, spelled)))))
+
+    def _prompt_job(
+        self, body: Generation, ids: Sequence[int], terms: _Terms, prompt: Prompt = "", echo: bool = False
+    ) -> PromptJob:
+        kept = _truncated(body, ids, terms.limit)
+        max_tokens = _max_tokens(body, len(kept), terms, self._defaults.max_new_tokens)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        sampling = body.sampling(max_tokens=max_tokens, seed=seed, bad_words=terms.bad_words, defaults=self._defaults)
+        sampling = replace(sampling, structured=terms.structured)
+        shown = None
+        if echo or body.prompt_logprobs is not None:
+            text = prompt if echo and isinstance(prompt, str) and len(kept) == len(ids) else None
+            text, offsets = align(self._tokenizer, kept, text, skip_special_tokens=body.skip_special_tokens)
+            logprobs, asked = body.num_logprobs is not None, body.prompt_logprobs is not None
+            shown = PromptText(tuple(kept), text, offsets, echo, echo and logprobs, asked)
+        return PromptJob(tuple(kept), sampling, shown)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return await _off_loop(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text))
@@ -154,7 +209,12 @@ class Intake:
 
 
 def _job(
-    body: Generation, prompts: tuple[PromptJob, ...], response_id: str, request_id: str, received_at: float
+    body: Generation,
+    prompts: tuple[PromptJob, ...],
+    response_id: str,
+    request_id: str,
+    received_at: float,
+    only_prompt: bool = False,
 ) -> Job:
     text = TextParams(
         stops=tuple(body.stop),
@@ -163,34 +223,55 @@ def _job(
         skip_special_tokens=body.skip_special_tokens,
         stop_token_ids=tuple(body.stop_token_ids),
         logprobs=body.num_logprobs,
+        only_prompt=only_prompt,
     )
-    return Job(response_id, request_id, prompts, body.n, text, body.cache_salt, received_at)
+    return Job(response_id, request_id, prompts, body.n, text, body.cache_salt, body.priority, received_at)
 
 
-def _prompt_job(body: Generation, ids: Sequence[int], limit: int, default: int, param: str) -> PromptJob:
+def _truncated(body: Generation, ids: Sequence[int], limit: int) -> Sequence[int]:
+    """The last `truncate_prompt_tokens` of the prompt; -1: as many as leave room for the completion."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep > limit:
+        raise BadRequest(
+            f"truncate_prompt_tokens: must be -1 or from 1 to {limit}, the model's context length; got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-max(limit - (body.token_limit or 1), 1) :] if keep == -1 else ids[-keep:]
+
+
+def _max_tokens(body: Generation, num_tokens: int, terms: _Terms, cap: int | None) -> int:
     """Checks lengths. What the client asked for must fit; our own default is cut to what is left."""
-    if not ids:
+    limit, param = terms.limit, terms.param
+    if not num_tokens:
         raise BadRequest(f"{param}: the prompt has no tokens", param=param)
-    room, asked = limit - len(ids), body.token_limit
+    room, asked = limit - num_tokens, body.token_limit
     if room < 1 or (asked or 0) > room:
         completion = f" and {asked} of completion" if asked is not None else ""
         raise ContextTooLong(
-            f"this model's maximum context length is {limit} tokens; the request has {len(ids)} tokens of prompt"
+            f"this model's maximum context length is {limit} tokens; the request has {num_tokens} tokens of prompt"
             f"{completion}: shorten the {param} or the completion",
             param=param if room < 1 else "max_tokens",
         )
-    max_tokens = min(default, room) if asked is None else asked
+    max_tokens = min(terms.default_max_tokens, room) if asked is None else max(asked, 1)
+    max_tokens = max_tokens if cap is None else min(max_tokens, cap)
     if body.min_tokens > max_tokens:
         raise BadRequest(
             f"min_tokens must not exceed max_tokens, {max_tokens}; got {body.min_tokens}", param="min_tokens"
         )
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    return PromptJob(tuple(ids), body.sampling(max_tokens=max_tokens, seed=seed))
+    return max_tokens
 
 
 def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
-async def _off_loop(encode: Callable[[], list[int]], num_chars: int) -> list[int]:
+async def _off_loop(encode: Callable[[], T], num_chars: int) -> T:
     return await asyncio.to_thread(encode) if num_chars > LONG_TEXT_CHARS else encode()
+
+
+async def _structured(body: Generation) -> StructuredOutput | None:
+    if body.response_format is None and body.structured_outputs is None:
+        return None
+    return await asyncio.to_thread(compile_structured, body.response_format, body.structured_outputs)

@@ -28,9 +28,6 @@ DEFAULT_MAX_TOKENS = 16
 
 # Field -> the values that mean "off". Anything else is refused by name.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "prompt_embeds": ([],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -162,10 +159,10 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: TokenCount | None = None
-    tools: list[Any] = []
+    tools: list[Any] = Field([])
     tool_choice: Any = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
@@ -198,7 +195,7 @@ class TokenizeRequest(Shape):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     return_token_strs: bool = False
 
     @model_validator(mode="after")

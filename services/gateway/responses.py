@@ -79,6 +79,22 @@ class _Base:
         tail = self._null_usage if usage is None else {"usage": usage.to_dict()}
         return _event(self._chunk_head | {"choices": [choice]} | tail)
 
+    def _prompt_logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any] | None] | None:
+        """vLLM's field: for each token of the prompt its own log-probability and the best ones, by token id."""
+        return [None if e.logprobs is None else self._ranked(e.token_id, e.logprobs) for e in entries] or None
+
+    def _ranked(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        ranked = [(token_id, logprobs.logprob, logprobs.rank)]
+        ranked += [(other, logprob, rank) for rank, (other, logprob) in enumerate(logprobs.top, 1) if other != token_id]
+        return {
+            str(token_id): {
+                "logprob": max(logprob, _LOWEST_LOGPROB),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, logprob, rank in ranked
+        }
+
 
 class ChatWriter(_Base):
     object_whole = "chat.completion"
@@ -95,7 +111,10 @@ class ChatWriter(_Base):
             }
             for index, piece in enumerate(choices)
         ]
-        return orjson.dumps(self._head | {"choices": shown, "usage": usage.to_dict(), "system_fingerprint": None})
+        tail = {"usage": usage.to_dict(), "system_fingerprint": None}
+        return orjson.dumps(
+            self._head | {"choices": shown, "prompt_logprobs": self._prompt_logprobs(choices[0].prompt)} | tail
+        )
 
     def opening(self, num_choices: int) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -115,6 +134,7 @@ class ChatWriter(_Base):
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
 
     def _entry(self, entry: TokenEntry) -> dict[str, Any]:
+        assert entry.logprobs is not None, "a chat has no entries of its prompt"
         top = [self._token(token_id, logprob) for token_id, logprob in entry.logprobs.top]
         return self._token(entry.token_id, entry.logprobs.logprob) | {"top_logprobs": top}
 
@@ -139,6 +159,7 @@ class CompletionWriter(_Base):
                 "logprobs": self._logprobs(piece.entries),
                 "finish_reason": piece.finish_reason,
                 "stop_reason": piece.stop_reason,
+                "prompt_logprobs": self._prompt_logprobs(piece.prompt),
             }
             for index, piece in enumerate(choices)
         ]
@@ -159,8 +180,8 @@ class CompletionWriter(_Base):
             return None
         return {
             "tokens": [self._token(entry.token_id) for entry in entries],
-            "token_logprobs": [max(entry.logprobs.logprob, _LOWEST_LOGPROB) for entry in entries],
-            "top_logprobs": [self._top(entry.token_id, entry.logprobs) for entry in entries],
+            "token_logprobs": [e.logprobs and max(e.logprobs.logprob, _LOWEST_LOGPROB) for e in entries],
+            "top_logprobs": [e.logprobs and self._top(e.token_id, e.logprobs) for e in entries],
             "text_offset": [entry.offset for entry in entries],
         }
 

@@ -18,8 +18,8 @@ from kvferry.common.errors import (
     Unavailable,
     from_code,
 )
-from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
-from kvferry.services.gateway.choice import Choice, Piece
+from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from kvferry.services.gateway.choice import Choice, Piece, TextParams
 from kvferry.services.gateway.deadline import Deadline
 from kvferry.services.gateway.intake import Job, PromptJob
 from kvferry.services.gateway.metrics import GatewayMetrics
@@ -34,11 +34,24 @@ MAX_ATTEMPTS = 2
 class _Prompt:
     """One prompt of a run: its current attempt and its choices."""
 
-    __slots__ = ("attempt", "cached_tokens", "choices", "entry", "has_output", "job", "matches", "submission", "tried")
+    __slots__ = (
+        "attempt",
+        "cached_tokens",
+        "choices",
+        "entry",
+        "has_output",
+        "job",
+        "logprobs",
+        "matches",
+        "submission",
+        "tried",
+    )
 
-    def __init__(self, job: PromptJob, choices: list[Choice]) -> None:
+    def __init__(self, job: PromptJob, service: Service, text: TextParams, n: int) -> None:
         self.job = job
-        self.choices = choices
+        first_offset = job.shown.num_chars if job.shown is not None else 0
+        self.choices = [Choice(service.tokenizer, text, first_offset) for _ in range(n)]
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
         self.attempt = 0
         self.tried: frozenset[str] = frozenset()
         self.matches: dict[str, int] = {}
@@ -57,7 +70,7 @@ class Run:
         self.route = ""
         self._service = service
         self._prompts = {
-            f"{job.response_id}-{number}": _Prompt(prompt, [Choice(service.tokenizer, job.text) for _ in range(job.n)])
+            f"{job.response_id}-{number}": _Prompt(prompt, service, job.text, job.n)
             for number, prompt in enumerate(job.prompts)
         }
         self._first_index = {request_id: number * job.n for number, request_id in enumerate(self._prompts)}
@@ -146,6 +159,8 @@ class Run:
             self._first_output(prompt, output)
         before = choice.num_tokens
         piece = choice.push(output)
+        if prompt.job.shown is not None and not before:
+            piece = Piece.join((prompt.job.shown.opening(prompt.logprobs), piece))
         self._measure(index, choice.num_tokens - before)
         if choice.finish_reason is not None:
             self._finished(prompt, output, choice.finish_reason)
@@ -153,6 +168,7 @@ class Run:
 
     def _first_output(self, prompt: _Prompt, output: RequestOutput) -> None:
         prompt.has_output = True
+        prompt.logprobs = output.prompt_logprobs
         self.metrics.cached_tokens.inc(output.cached_tokens)
         if prompt.entry is not None:
             prompt.entry.prompt_done()
@@ -202,6 +218,7 @@ class Run:
             attempt=prompt.attempt,
             cache_salt=self.job.cache_salt,
             prefill=plan.prefill,
+            priority=self.job.priority,
         )
         if prompt.entry is not None:
             prompt.entry.close()

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from kvferry.common.errors import BadRequest
 from kvferry.common.requests import SamplingParams
+from kvferry.services.gateway.beam_fields import BeamFields
 from kvferry.services.gateway.generation_config import GenerationConfig
-from kvferry.services.gateway.shape import Shape
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
@@ -26,7 +26,7 @@ def _token_biases(biases: dict[str, float]) -> dict[str, float]:
     return {key: min(100.0, max(-100.0, value)) for key, value in biases.items()}
 
 
-class SamplingFields(Shape):
+class SamplingFields(BeamFields):
     min_tokens: int = Field(0, ge=0, lt=2**31)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -35,7 +35,7 @@ class SamplingFields(Shape):
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], AfterValidator(_token_biases)] = {}
+    logit_bias: Annotated[dict[str, float], AfterValidator(_token_biases)] = Field({})
     allowed_token_ids: list[int] = Field([], min_length=1, max_length=2**20)
     bad_words: list[str] = Field([], max_length=MAX_BAD_WORDS)
     stop_token_ids: list[int] = Field([], max_length=1024)
@@ -97,4 +97,5 @@ class SamplingFields(Shape):
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)),
             bad_words=bad_words,
             prompt_logprobs=self.num_prompt_logprobs,
+            beam=self.beam,
         )

@@ -12,38 +12,48 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from llguidance import LLMatcher, LLParserLimits, grammar_from
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from kvferry.common.deep import with_deep_stack
 from kvferry.common.errors import BadRequest
 from kvferry.common.requests import StructuredOutput
 from kvferry.services.gateway.errors import param_of
 from kvferry.services.gateway.shape import Shape
 
-MAX_GRAMMAR_CHARS = 2**20
+MAX_GRAMMAR_CHARS = 2**18
+"""Bounds time, and depth: llguidance needs up to 4 kB of stack for each nested part, and none is written in less than
+ten characters, so any grammar of this size fits into the stack of `with_deep_stack` twice over."""
 MAX_CHOICES = 8192
-MAX_SEARCHED_SCHEMAS = 256
-"""Parts of a refused schema that are looked at to find the one at fault."""
+MAX_COMPLAINT_CHARS = 512
+MAX_SEARCHED_CHARS = 2**20
+"""Parts of a refused schema that are tried by themselves, in characters altogether, to find the one at fault."""
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 """Between the tokens of a JSON output. Bounded, or a small model may fill its whole budget with it."""
 
 _LIMITS = LLParserLimits(verbose_errors=False)
 _SUBSCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "contains", "not", "if", "then", "else")
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SUBSCHEMA_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
-Path = tuple[str | int, ...]
+Where = tuple[str | int, ...]
 
 
-def _schema(value: dict[str, Any] | bool | str) -> dict[str, Any] | bool:
-    """A schema may come as text. Raises ValueError."""
-    parsed: object = orjson.loads(value) if isinstance(value, str) else value
-    if not isinstance(parsed, dict | bool):
-        raise ValueError("a JSON schema must be an object or a boolean")
+def _schema(value: object) -> dict[str, Any]:
+    """A schema is an object, or text that holds one; `true` permits any JSON."""
+    try:
+        parsed: object = orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError as exc:
+        raise PydanticCustomError("schema", "the text should be a JSON schema: {reason}", {"reason": str(exc)}) from exc
+    if parsed is True:
+        return {}
+    if not isinstance(parsed, dict):
+        raise PydanticCustomError("schema", "a JSON schema should be an object")
     return parsed
 
 
-Schema = Annotated[dict[str, Any] | bool | str, AfterValidator(_schema)]
+Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 
 class JsonSchema(Shape):
@@ -76,9 +86,9 @@ class StructuredOutputs(Shape):
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
-    regex: str | None = None
+    regex: str | None = Field(None, max_length=MAX_GRAMMAR_CHARS)
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    grammar: str | None = None
+    grammar: str | None = Field(None, max_length=MAX_GRAMMAR_CHARS)
     whitespace_pattern: str | None = Field(None, max_length=512)
     disable_any_whitespace: bool = False
 
@@ -87,9 +97,7 @@ class StructuredOutputs(Shape):
     def _only_what_is_served(cls, data: Any) -> Any:
         for name, harmless in cls.unsupported.items() if isinstance(data, dict) else ():
             if (value := data.get(name)) is not None and value not in harmless:
-                raise BadRequest(
-                    f"structured_outputs.{name} is not supported", param=f"structured_outputs.{name}"
-                )
+                raise BadRequest(f"structured_outputs.{name} is not supported", param=f"structured_outputs.{name}")
         return data
 
     @model_validator(mode="after")
@@ -119,8 +127,12 @@ def compile_structured(
 ) -> StructuredOutput | None:
     """The grammar that the output must follow. Raises BadRequest that says which part cannot be served.
 
-    May take a tenth of a second for a large schema; runs in any thread.
+    May take half a second for a large schema; runs in any thread.
     """
+    return with_deep_stack(lambda: _compile(response_format, structured))
+
+
+def _compile(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> StructuredOutput | None:
     if structured is not None:
         return _from_structured_outputs(structured)
     if response_format is None or response_format.type == "text":
@@ -148,7 +160,7 @@ def _from_structured_outputs(body: StructuredOutputs) -> StructuredOutput:
     return _from_schema(body.json_, f"{field}.json", whitespace)
 
 
-def _from_schema(schema: Any, param: str, whitespace: str | None = None) -> StructuredOutput:
+def _from_schema(schema: dict[str, Any], param: str, whitespace: str | None = None) -> StructuredOutput:
     try:
         return _checked(_schema_grammar(schema, whitespace), param)
     except BadRequest as exc:
@@ -156,9 +168,12 @@ def _from_schema(schema: Any, param: str, whitespace: str | None = None) -> Stru
         if not (where := _culprit(schema, complaint)):
             raise
         raise BadRequest(f"{param}: at {param_of(where)}: {complaint}", param=param) from exc
+    except (TypeError, ValueError) as exc:  # nested too deeply for a parser of JSON
+        raise BadRequest(f"{param}: {exc}", param=param) from exc
 
 
-def _schema_grammar(schema: Any, whitespace: str | None = None) -> str:
+def _schema_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
+    """Raises TypeError or ValueError when the schema is nested too deeply."""
     pattern = WHITESPACE if whitespace is None else whitespace
     return LLMatcher.grammar_from_json_schema(
         orjson.dumps(schema).decode(), overrides={"whitespace_pattern": pattern, "lenient": False}
@@ -174,38 +189,42 @@ def _checked(grammar: str, param: str) -> StructuredOutput:
 
 
 def _complaint(grammar: str) -> str | None:
-    """What llguidance has against a grammar, without the excerpt of it that it draws below."""
+    """What llguidance has against a grammar, without the excerpts that it draws."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
     if not is_wrong:
         return None
-    lines = [line.strip() for line in messages[0].splitlines()]
-    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return f"{lines[0]} {reasons[0]}" if reasons and lines[0].endswith(":") else lines[0]
+    first, *others = (line.strip() for line in messages[0].splitlines())
+    reason = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+    complaint = f"{first} {reason}" if first.endswith(":") else first
+    return complaint.rpartition("(in regex): ")[2][:MAX_COMPLAINT_CHARS]
 
 
-def _culprit(schema: Any, complaint: str) -> Path:
-    """Path of the smallest part of a schema that by itself draws the same complaint; empty: only the whole does."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
-    found: Path = ()
-    for number, (path, part) in enumerate(_parts(schema, ())):
-        if number >= MAX_SEARCHED_SCHEMAS:
-            break
-        if path[: len(found)] == found and _complaint(_schema_grammar(definitions | part)) == complaint:
-            found = path
+def _culprit(schema: dict[str, Any], complaint: str) -> Where:
+    """Where the smallest part stands that draws the same complaint by itself; empty: only the whole schema does."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found: Where = ()
+    num_chars = 0
+    for path, part in _parts(schema, ()):
+        if path[: len(found)] == found:
+            grammar = _schema_grammar(definitions | part)
+            num_chars += len(grammar)
+            if num_chars > MAX_SEARCHED_CHARS:
+                break
+            if _complaint(grammar) == complaint:
+                found = path
     return found
 
 
-def _parts(schema: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """All subschemas that are objects, parents first, the whole left out."""
-    if not isinstance(schema, dict):
-        return
-    steps: list[tuple[Path, Any]] = [((key,), schema[key]) for key in _SUBSCHEMAS if key in schema]
-    for key in _SUBSCHEMA_LISTS:
-        if isinstance(several := schema.get(key), list):
-            steps += [((key, number), part) for number, part in enumerate(several)]
+def _parts(schema: dict[str, Any], path: Where) -> Iterator[tuple[Where, dict[str, Any]]]:
+    """All subschemas that are objects, parents first, definitions before what refers to them; the whole left out."""
+    steps: list[tuple[Where, Any]] = []
     for key in _SUBSCHEMA_MAPS:
         if isinstance(named := schema.get(key), dict):
             steps += [((key, name), part) for name, part in named.items()]
+    steps += [((key,), schema[key]) for key in _SUBSCHEMAS if key in schema]
+    for key in _SUBSCHEMA_LISTS:
+        if isinstance(several := schema.get(key), list):
+            steps += [((key, number), part) for number, part in enumerate(several)]
     for step, part in steps:
         if isinstance(part, dict):
             yield path + step, part

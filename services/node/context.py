@@ -11,6 +11,7 @@ from kvferry.common.config import Config
 from kvferry.common.errors import Draining, Unavailable
 from kvferry.common.nodes import LayoutCard, Role
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.node.metrics import NodeMetrics
@@ -29,6 +30,7 @@ class LoadedNode:
     leases: LeaseTable
     puller: Puller
     metrics: NodeMetrics
+    grammars: Grammars
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from kvferry.common.models import resolve_model
 from kvferry.common.nodes import LayoutCard, Role
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.loader import load_model, model_fingerprint, numerics_id
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
@@ -38,6 +39,7 @@ class BuiltEngine:
     segment: PoolSegment
     model_config: ModelConfig
     max_model_len: int
+    grammars: Grammars
 
 
 def build_engine(config: Config, role: Role, instance_id: str, on_report: Callable[[StepReport], None]) -> BuiltEngine:
@@ -59,6 +61,11 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         max_num_batched_tokens=config.engine.max_num_batched_tokens or CPU_MAX_BATCHED_TOKENS,
         max_num_waiting=config.engine.max_num_waiting,
         max_step_ms=config.engine.max_step_ms if role is Role.DECODE else None,
+        max_num_waiting_tokens=config.engine.max_num_waiting_tokens,
+        policy=config.engine.scheduling_policy,
+        long_prefill_token_threshold=config.engine.long_prefill_token_threshold,
+        max_num_preemptions=config.engine.max_num_preemptions,
+        max_model_len=max_model_len,
     )
     pool = BlockPool(num_blocks, config.engine.enable_prefix_caching)
     engine = Engine(TorchRunner(model, kv_cache, eos), Scheduler(pool, limits), eos, max_model_len, on_report)
@@ -71,7 +78,8 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         max_model_len,
         torch.get_num_threads(),
     )
-    return BuiltEngine(engine, card, segment, model.config, max_model_len)
+    grammars = Grammars(folder, model.config.vocab_size, eos)
+    return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars)
 
 
 def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:

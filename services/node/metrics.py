@@ -27,6 +27,7 @@ class _LoadCollector(Collector):
         for name, text, value in (
             ("kvferry:num_requests_running", "Sequences in the running batch.", load.num_running),
             ("kvferry:num_requests_waiting", "Sequences that are not running yet.", load.num_waiting),
+            ("kvferry:num_tokens_waiting", "Prompt tokens that wait to be computed.", load.num_waiting_tokens),
             (
                 "kvferry:kv_cache_usage_perc",
                 "Share of blocks not available at once.",

@@ -154,7 +154,14 @@ class NodeRuntime(pb_grpc.NodeServicer):
         puller = Puller(built.card, instance_id, built.segment, node.transports, timeout_s=node.peer_timeout_s)
         metrics = NodeMetrics(self._node_load)
         self.context.loaded = LoadedNode(
-            built.engine, built.card, built.model_config, built.max_model_len, leases, puller, metrics
+            engine=built.engine,
+            card=built.card,
+            model_config=built.model_config,
+            max_model_len=built.max_model_len,
+            leases=leases,
+            puller=puller,
+            metrics=metrics,
+            grammars=built.grammars,
         )
         engine_loop = EngineLoop(built.engine, self._fail)
         engine_loop.start()

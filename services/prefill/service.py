@@ -106,6 +106,7 @@ class PrefillService(pb_grpc.PrefillServicer):
             root=root_name(loaded.card.model_fingerprint, loaded.card.numerics_id, start.cache_salt),
             block_size=size,
             sampling=None,
+            priority=start.priority if self._node.config.engine.scheduling_policy == "priority" else 0,
         )
         run = _Run(loaded, self._node.instance_id, seq, start.first_block)
         loaded.engine.submit(seq)

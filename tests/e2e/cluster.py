@@ -277,11 +277,15 @@ class DecodeClient:
         async with self._writing:
             await self._call.write(pb.SessionRequest(cancel=pb.CancelRequest(request_id=request_id)))
 
+    async def generate_choices(self, request: GenerateRequest, timeout_s: float = 300.0) -> list[Answer]:
+        """All choices' answers, complete."""
+        for done in await self.submit(request):
+            await asyncio.wait_for(done.wait(), timeout_s)
+        return [self._open[request.request_id, index][0] for index in range(request.n)]
+
     async def generate(self, request: GenerateRequest, timeout_s: float = 300.0) -> Answer:
-        """The first choice's answer, complete."""
-        (done, *_) = await self.submit(request)
-        await asyncio.wait_for(done.wait(), timeout_s)
-        return self._open[request.request_id, 0][0]
+        """The answer of a request with one choice, complete."""
+        return (await self.generate_choices(request, timeout_s))[0]
 
     async def generate_all(self, requests: Sequence[GenerateRequest], timeout_s: float = 300.0) -> list[Answer]:
         return list(await asyncio.gather(*(self.generate(r, timeout_s) for r in requests)))

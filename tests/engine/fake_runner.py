@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.services.engine.beam import BeamSearch
 from kvferry.services.engine.sampler import SampledToken
-from kvferry.services.engine.scheduler import Schedule
+from kvferry.services.engine.schedule import Schedule
 
 VOCAB = 50
 

@@ -34,7 +34,14 @@ def test_a_completion_whole() -> None:
         assert body["id"].startswith("cmpl-")
         assert body["model"] == "tiny"
         assert body["choices"] == [
-            {"index": 0, "text": EMOJI, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+            {
+                "index": 0,
+                "text": EMOJI,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "prompt_logprobs": None,
+            }
         ]
         assert body["usage"] == {
             "prompt_tokens": len(prompt),

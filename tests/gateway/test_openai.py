@@ -77,6 +77,17 @@ def refused(make: Any, **fields: Any) -> BadRequest:
         ("ignore_eos", "yes"),
         ("stream", 1),
         ("cache_salt", 5),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", ["x"]),
+        ("bad_words", [""]),
+        ("bad_words", [" "]),
+        ("bad_words", "x"),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("priority", 1.5),
+        ("priority", 2**31),
         ("stream_options", {"include_usage": True}),
     ],
 )
@@ -104,14 +115,9 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     ("field", "value"),
     [
         ("best_of", 3),
-        ("use_beam_search", True),
-        ("prompt_logprobs", 1),
-        ("response_format", {"type": "json_object"}),
         ("guided_json", {}),
-        ("bad_words", ["x"]),
         ("logits_processors", ["x"]),
-        ("truncate_prompt_tokens", 5),
-        ("priority", 1),
+        ("spaces_between_special_tokens", False),
     ],
 )
 @pytest.mark.parametrize("make", [completion, chat])
@@ -125,7 +131,6 @@ def test_what_is_not_served_is_refused_by_name(make: Any, field: str, value: Any
     ("make", "field", "value"),
     [
         (completion, "suffix", "end"),
-        (completion, "echo", True),
         (chat, "continue_final_message", True),
         (chat, "chat_template", "{{ messages }}"),
         (chat, "functions", [{"name": "f"}]),

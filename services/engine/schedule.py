@@ -1,0 +1,42 @@
+"""One step as the scheduler decides it and the runner computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.services.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Tokens `[start, start + num_tokens)` of one sequence; `samples`: its next token is drawn from the last one."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step. `copies` come first, in order. `admitted`: receiving sequences that got their blocks; `held`:
+    compute-only ones with nothing left to do."""
+
+    rows: list[Scheduled] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows if row.num_tokens > 1)

@@ -1,0 +1,157 @@
+"""Who runs when: order, bounds, and that nobody starves. With a runner that computes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.common.errors import BadRequest, Overloaded
+from kvferry.common.requests import SamplingParams
+from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.outputs import StepReport
+from kvferry.services.engine.waiting import MAX_OVERTAKEN
+from tests.engine.engine_machine import BLOCK, EngineMachine, make_engine, make_sequence
+from tests.engine.fake_runner import generate
+
+
+def submit(engine: Engine, key: str, num_prompt: int, num_new: int = 1, priority: int = 0, **options: Any) -> None:
+    prompt = [sum(map(ord, key)) % 40] * num_prompt
+    seq = make_sequence(key, prompt, SamplingParams(max_tokens=num_new), **options)
+    seq.priority = priority
+    engine.submit(seq)
+
+
+def run(engine: Engine, reports: list[StepReport]) -> list[str]:
+    """All steps until nothing is left -> keys in the order in which they ended."""
+    while engine.step():
+        pass
+    engine.check()
+    return [token.key for report in reports for token in report.tokens if token.finish_reason is not None]
+
+
+def test_first_come_is_first_served_and_a_priority_is_refused_there() -> None:
+    engine, _, reports = make_engine(max_num_seqs=1)
+    for key in "cab":
+        submit(engine, key, 5)
+    with pytest.raises(BadRequest, match="fcfs") as caught:
+        submit(engine, "d", 5, priority=1)
+    assert caught.value.param == "priority"
+    assert run(engine, reports) == ["c", "a", "b"]
+
+
+def test_a_lower_priority_runs_earlier_and_ties_go_by_arrival() -> None:
+    engine, _, reports = make_engine(max_num_seqs=1, policy="priority")
+    for key, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -3), ("e", 0)):
+        submit(engine, key, 5, priority=priority)
+    assert run(engine, reports) == ["d", "b", "e", "a", "c"]
+
+
+def test_the_victim_is_the_least_important_one_and_of_those_the_newest() -> None:
+    engine, _, reports = make_engine(num_blocks=13, policy="priority")
+    priorities = {"a": 5, "b": 0, "c": 5}
+    for key, priority in priorities.items():
+        submit(engine, key, 9, 12, priority)
+    sequences = dict(engine._sequences)
+    ended = run(engine, reports)
+    assert [sequences[key].num_preemptions for key in "ab"] == [0, 0]
+    assert sequences["c"].num_preemptions > 0
+    assert ended[-1] == "c"
+    for key in priorities:
+        got = [token.token_id for report in reports for token in report.tokens if token.key == key]
+        assert got == generate(sequences[key].token_ids[:9], 12)
+
+
+def test_nobody_is_overtaken_more_often_than_the_bound() -> None:
+    engine, _, reports = make_engine(max_num_seqs=1, policy="priority")
+    submit(engine, "first", 5, 3)
+    engine.step()
+    submit(engine, "patient", 5, priority=9)
+    for i in range(MAX_OVERTAKEN * 2):  # more important ones never stop coming
+        submit(engine, f"n{i}", 5)
+        engine.step()
+    ended = run(engine, reports)
+    assert ended.index("patient") <= MAX_OVERTAKEN + 1
+    assert ended.index("patient") > MAX_OVERTAKEN / 2, "it was not overtaken: the priority did nothing"
+
+
+def test_a_big_prompt_at_the_head_is_passed_by_no_small_one() -> None:
+    engine, _, reports = make_engine(num_blocks=12)
+    submit(engine, "running", 4 * BLOCK, 9)
+    engine.step()
+    submit(engine, "big", 10 * BLOCK)
+    for i in range(20):
+        submit(engine, f"small{i}", 3)
+    ended = run(engine, reports)
+    assert ended[:2] == ["running", "big"]
+    assert len(ended) == 22
+
+
+def test_a_received_prompt_with_many_branches_is_not_kept_from_its_seats_by_small_ones() -> None:
+    engine, _, reports = make_engine(max_num_seqs=4)
+    wide = make_sequence("wide", [1] * 9, SamplingParams(max_tokens=2), receive=True)
+    for index in (1, 2, 3):
+        wide.add_branch(f"wide{index}", index)
+    for i in range(2):
+        submit(engine, f"before{i}", 3, 4)
+    engine.step()
+    engine.submit(wide)
+    engine.receive_ended("wide", 0)
+    for i in range(10):
+        submit(engine, f"after{i}", 3, 4)
+    ended = run(engine, reports)
+    assert set(ended[:6]) == {"before0", "before1", "wide", "wide1", "wide2", "wide3"}
+
+
+def test_a_long_prompt_leaves_room_in_each_step_for_short_ones() -> None:
+    """Without the threshold the short one would wait for four steps of the long one."""
+    engine, _, reports = make_engine(long_prefill_token_threshold=8, max_num_batched_tokens=16)
+    submit(engine, "long", 60)
+    engine.step()
+    submit(engine, "short", 5)
+    engine.step()
+    assert [token.key for token in reports[-1].tokens] == ["short"]
+    assert reports[-1].stats.num_prompt_tokens == 8 + 5
+    assert run(engine, reports) == ["short", "long"]
+
+
+def test_the_queue_is_bounded_in_tokens_but_one_prompt_may_always_wait() -> None:
+    engine, _, reports = make_engine(max_num_seqs=1, max_num_waiting_tokens=30)
+    submit(engine, "running", 4, 3)
+    engine.step()
+    submit(engine, "larger-than-the-bound", 50)
+    with pytest.raises(Overloaded, match="50"):
+        submit(engine, "one-more", 1)
+    assert run(engine, reports) == ["running", "larger-than-the-bound"]
+    for i in range(6):
+        submit(engine, f"s{i}", 5)
+    with pytest.raises(Overloaded, match="30"):
+        submit(engine, "s6", 5)
+    assert run(engine, reports)[2:] == [f"s{i}" for i in range(6)]
+
+
+def test_beams_that_wait_for_others_without_room_give_theirs_back() -> None:
+    """Received prompts own the pool: two beams run, two cannot start, and none has anything to compute."""
+    machine = EngineMachine()
+    machine.submit_beam_search(prefix=0, shared=4, width=4, new=2)
+    for shared in (5, 21, 25):
+        machine.submit_receiving(prefix=0, shared=shared, own=0, n=1)
+    machine.submit_receiving(prefix=0, shared=9, own=0, n=4)
+    machine.submit_receiving(prefix=0, shared=5, own=0, n=1)
+    machine.submit(prefix=0, shared=0, own=0, new=1, n=1)
+    machine.teardown()
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_sequence_is_preempted_at_most_so_often_and_then_runs_to_its_end(most: int) -> None:
+    engine, _, reports = make_engine(num_blocks=12, max_num_seqs=8, max_num_preemptions=most)
+    for i in range(8):
+        submit(engine, f"s{i}", 5, 30)
+    sequences = dict(engine._sequences)
+    assert len(run(engine, reports)) == 8
+    counts = [seq.num_preemptions for seq in sequences.values()]
+    assert max(counts) <= most
+    assert sum(counts) > 0
+    for key, seq in sequences.items():
+        got = [token.token_id for report in reports for token in report.tokens if token.key == key]
+        assert got == generate(seq.token_ids[:5], 30)
