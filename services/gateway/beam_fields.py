@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from kvferry.common.errors import BadRequest
 from kvferry.common.requests import BeamParams

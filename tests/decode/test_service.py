@@ -52,7 +52,8 @@ class Node:
         model: Any = SimpleNamespace(vocab_size=512)
         puller: Any = self.peer
         grammars: Any = None
-        context.loaded = LoadedNode(self.engine, CARD, model, 1024, leases, puller, NodeMetrics(self.engine.load), grammars)
+        metrics = NodeMetrics(self.engine.load)
+        context.loaded = LoadedNode(self.engine, CARD, model, 1024, leases, puller, metrics, grammars)
         self.service = DecodeService(context)
         self.session = GatewaySession()
 
