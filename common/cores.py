@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 NODE_ENVIRON = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the cores from other processes
+    # Threads wait for the next piece of work for about 2 ms before they sleep: waking one costs more than most pieces,
+    # and threads that spin for ever take the cores from other processes (docs/decisions.md has the figures).
+    "GOMP_SPINCOUNT": "100000",
     # Freed memory is kept for the next step: a page fault costs more than the work on the page.
     "MALLOC_TOP_PAD_": str(64 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything imports torch
+from kvferry.common.cores import NODE_ENVIRON
+
+os.environ.update(NODE_ENVIRON | os.environ)  # before anything imports torch
 
 from tests.tiny_model import TinyShape, write_tiny_model
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.common.config import load_config
-from kvferry.common.cores import available_cores
+from kvferry.common.cores import NODE_ENVIRON, available_cores
 from kvferry.common.errors import ConfigError
 from kvferry.services.local.plan import claim_gateway_port, free_ports, gateway_program, gateway_url, node_programs
 
@@ -31,7 +31,7 @@ def test_prefill_yields_the_cores_to_decode_and_no_thread_spins():
     programs = {program.name: program for program in node_programs(config(num_both=1))}
     assert programs["prefill-0"].niceness > programs["decode-0"].niceness == programs["both-0"].niceness == 0
     for program in programs.values():
-        assert program.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert program.environ["GOMP_SPINCOUNT"] == NODE_ENVIRON["GOMP_SPINCOUNT"]
         assert program.environ["OMP_NUM_THREADS"] == str(available_cores())
 
 
