@@ -23,7 +23,7 @@ from kvferry.services.rpc.aio import open_channel
 
 CLI = (sys.executable, "-P", "-m", "kvferry.services.local.cli")
 PREFILL_NICENESS = 7
-"""Every node may use every core while the others are idle; when both want them, decode goes first."""
+"""When a prefill and a decode node want the same core, decode goes first."""
 
 READY_TIMEOUT_S = 1.0
 GRACE_S = 5.0
@@ -66,12 +66,17 @@ def node_programs(config: Config) -> list[Program]:
 
 
 def _node_program(config: Config, role: Role) -> Program:
-    node, cores = config.node, str(config.engine.num_threads or available_cores())
+    node, local = config.node, config.local
+    # Two nodes with a thread for each core halve each other's speed and more; docs/benchmarks.md has the figures.
+    share = max(1, available_cores() // (local.num_prefill + local.num_decode + local.num_both))
+    threads = config.engine.num_threads or share
+    engine = config.engine.model_copy(update={"num_threads": threads})
+    config = config.model_copy(update={"engine": engine})
     environ = (
         NODE_ENVIRON
         | config_environ(config)
         | {
-            "OMP_NUM_THREADS": cores,
+            "OMP_NUM_THREADS": str(threads),
             "PYTHONUNBUFFERED": "1",
         }
     )

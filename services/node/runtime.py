@@ -233,8 +233,8 @@ class NodeRuntime(pb_grpc.NodeServicer):
 async def _in_a_thread_of_its_own(work: Callable[..., _T], *args: Any) -> _T:
     """Like `asyncio.to_thread`, but the thread ends.
 
-    One that has computed keeps its OpenMP team for life, and once all teams of a process together have more threads than
-    there are cores, none of them spins any more: every step would take twice as long.
+    One that has computed keeps its OpenMP team for life, and once all teams of a process together have more threads
+    than there are cores, none of them spins any more: every step would take twice as long.
     """
     with ThreadPoolExecutor(1) as executor:
         return await asyncio.get_running_loop().run_in_executor(executor, work, *args)

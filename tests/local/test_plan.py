@@ -27,12 +27,15 @@ def test_given_ports_are_counted_up():
     assert [(node.node_port, node.metrics_port) for node in nodes] == [(7000, 9000), (7001, 9001), (7002, 9002)]
 
 
-def test_prefill_yields_the_cores_to_decode_and_no_thread_spins():
+def test_nodes_share_the_cores_and_prefill_yields_to_decode():
     programs = {program.name: program for program in node_programs(config(num_both=1))}
     assert programs["prefill-0"].niceness > programs["decode-0"].niceness == programs["both-0"].niceness == 0
     for program in programs.values():
         assert program.environ["GOMP_SPINCOUNT"] == NODE_ENVIRON["GOMP_SPINCOUNT"]
-        assert program.environ["OMP_NUM_THREADS"] == str(available_cores())
+        assert program.environ["OMP_NUM_THREADS"] == str(max(1, available_cores() // 3))
+        assert load_config(environ=program.environ).engine.num_threads == max(1, available_cores() // 3)
+    [alone] = node_programs(config(num_prefill=0, num_decode=0, num_both=1))
+    assert alone.environ["OMP_NUM_THREADS"] == str(available_cores())
 
 
 def test_a_number_of_threads_that_was_asked_for_holds():
