@@ -54,7 +54,15 @@ class ClusterConfig(Section):
 
 class EngineConfig(Section):
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
-    kv_cache_memory: Bytes | None = Field(None, ge=1, description="bytes of KV pool (default: 512MiB)")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to compute (auto: cuda where there is one)"
+    )
+    kv_cache_memory: Bytes | None = Field(
+        None, ge=1, description="bytes of KV pool (default: on CPU 512MiB, on GPU by gpu-memory-utilization)"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="part of the GPU's memory that weights, KV pool and workspace may take"
+    )
     num_blocks_override: int | None = Field(None, ge=1, description="pool size in blocks, for tests")
     max_model_len: int | None = Field(None, ge=1, description="context limit (default: the model's own)")
     max_num_seqs: int = Field(128, ge=1, description="sequences per step")

@@ -11,6 +11,7 @@ import torch
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.grammar import Mask, MaskWorker
+from kvferry.services.engine.host_mirror import HostMirror, filled_blocks
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
 from kvferry.services.engine.schedule import Schedule, Scheduled
@@ -20,8 +21,8 @@ LOGPROB_ROWS = 64
 """Rows of logits that exist at once while a prompt's log-probabilities are computed."""
 
 
-def build_batch(rows: Sequence[Scheduled], block_size: int) -> Batch:
-    """The step's tokens as flat tensors, in row order."""
+def build_batch(rows: Sequence[Scheduled], block_size: int, device: torch.device) -> Batch:
+    """The step's tokens as flat tensors on `device`, in row order."""
     starts = (0, *accumulate(row.num_tokens for row in rows))
     token_ids = np.empty(starts[-1], dtype=np.int64)
     positions = np.empty(starts[-1], dtype=np.int64)
@@ -36,28 +37,42 @@ def build_batch(rows: Sequence[Scheduled], block_size: int) -> Batch:
         positions[span] = where = np.arange(row.start, end)
         slots[span] = tables[i, where // block_size] * block_size + where % block_size
     return Batch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
-        block_tables=torch.from_numpy(tables),
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
         query_starts=starts,
         context_lens=tuple(row.start for row in rows),
-        logit_rows=torch.tensor([starts[i + 1] - 1 for i, row in enumerate(rows) if row.samples], dtype=torch.int64),
+        logit_rows=torch.tensor([starts[i + 1] - 1 for i, row in enumerate(rows) if row.samples], dtype=torch.int64).to(
+            device
+        ),
     )
 
 
 class TorchRunner:
-    """`kv_cache`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """`kv_cache`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
-    def __init__(self, model: LlamaModel, kv_cache: torch.Tensor, eos_token_ids: tuple[int, ...]) -> None:
+    `mirror` is where peers read and write blocks, if that is not the `kv_cache` itself.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv_cache: torch.Tensor,
+        eos_token_ids: tuple[int, ...],
+        mirror: HostMirror | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.mirror = mirror
         self.block_size = kv_cache.shape[4]
         self.eos_token_ids = eos_token_ids
         self._masks = MaskWorker()
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[SampledToken]:
+        if self.mirror is not None:
+            self.mirror.copy_up(schedule.arrived)
         for copy in schedule.copies:
             self.kv_cache[copy.target] = self.kv_cache[copy.source]
         sampling = [row.sequence for row in schedule.rows if row.samples]
@@ -69,8 +84,10 @@ class TorchRunner:
                 if one.matcher is not None
             }
         )
-        batch = build_batch(schedule.rows, self.block_size)
+        batch = build_batch(schedule.rows, self.block_size, self.kv_cache.device)
         hidden = self.model.hidden(batch, self.kv_cache)
+        if self.mirror is not None:
+            self.mirror.copy_down(filled_blocks(schedule.rows))
         for row, start in zip(schedule.rows, batch.query_starts, strict=False):
             if row.sequence.wants_prompt_logprobs:
                 self._add_prompt_logprobs(row, hidden[start : start + row.num_tokens])

@@ -25,10 +25,11 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step. `copies` come first, in order. `admitted`: receiving sequences that got their blocks; `held`:
-    compute-only ones with nothing left to do."""
+    """One step. `arrived` (blocks that peers' KV was put into) and then `copies` come first, in order. `admitted`:
+    receiving sequences that got their blocks; `held`: compute-only ones with nothing left to do."""
 
     rows: list[Scheduled] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     held: list[Sequence] = field(default_factory=list)

@@ -53,6 +53,7 @@ class Scheduler:
         self.times = StepTimes()
         self.waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens)
         self.received = WaitingQueue()  # complete receives, and failed ones: they own their blocks
+        self._arrived: list[int] = []  # blocks received since the last step
         self.running: list[Sequence] = []  # in order
         self._num_preemptions = 0
         self._num_copied_blocks = 0
@@ -103,6 +104,8 @@ class Scheduler:
         self.pool.arrived(seq.block_table)
         if num_received_blocks * seq.block_size > seq.num_computed_tokens:
             seq.num_received_tokens = num_received_blocks * seq.block_size - seq.num_computed_tokens
+            first = seq.num_computed_tokens // seq.block_size
+            self._arrived += seq.block_table[first:num_received_blocks]
             seq.num_computed_tokens += seq.num_received_tokens
             self._name_full_blocks(seq)
         seq.receive = False
@@ -125,6 +128,9 @@ class Scheduler:
         while not step.rows and self.running and (self.waiting or self.received):
             self._preempt(step, self._victim())  # only beams run, and they wait for others that have no room
             self._start_more(step, budget)
+        if step.rows:  # nothing can have been computed in these blocks before
+            step.arrived.extend(self._arrived)
+            self._arrived.clear()
         return step
 
     def _start_more(self, step: Schedule, budget: int) -> None:

@@ -18,6 +18,7 @@ from kvferry.common.nodes import LayoutCard, Role
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars
+from kvferry.services.engine.host_mirror import HostMirror
 from kvferry.services.engine.loader import load_model, model_fingerprint, numerics_id
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
@@ -28,7 +29,9 @@ from kvferry.services.transfer.segment import PoolSegment
 log = logging.getLogger("kvferry.node")
 
 CPU_KV_CACHE_BYTES = 512 * 2**20
-CPU_MAX_BATCHED_TOKENS = 256
+DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+GPU_WORKSPACE_BYTES = 2**30
+"""Of a GPU's share, what steps need for activations and logits."""
 _DTYPE = torch.float32
 
 
@@ -47,18 +50,20 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     torch.set_num_threads(config.engine.num_threads or available_cores())
     folder = resolve_model(config.cluster.model)
     log.info("loading %s", folder)
-    device = torch.device("cpu")
+    device = _device(config.engine.device)
     model = load_model(folder, _DTYPE, device)
     card = _card(folder, model.config, config.engine, device)
-    num_blocks = _num_blocks(config.engine, card)
+    num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
     segment = _segment(config, instance_id, num_blocks, card.block_bytes)
-    kv_cache = torch.from_numpy(segment.buffer.reshape(-1)).view(_DTYPE)
-    kv_cache = kv_cache.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
+    host = torch.from_numpy(segment.buffer.reshape(-1)).view(_DTYPE)
+    host = host.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
+    kv_cache = host if device.type == "cpu" else torch.empty_like(host, device=device)
+    mirror = None if kv_cache is host else HostMirror(kv_cache, host)
     eos = tuple(model.config.eos_token_ids)
     limits = SchedulerLimits(
         max_num_seqs=config.engine.max_num_seqs,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens or CPU_MAX_BATCHED_TOKENS,
+        max_num_batched_tokens=(config.engine.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type]),
         max_num_waiting=config.engine.max_num_waiting,
         max_step_ms=config.engine.max_step_ms if role is Role.DECODE else None,
         max_num_waiting_tokens=config.engine.max_num_waiting_tokens,
@@ -68,9 +73,11 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         max_model_len=max_model_len,
     )
     pool = BlockPool(num_blocks, config.engine.enable_prefix_caching)
-    engine = Engine(TorchRunner(model, kv_cache, eos), Scheduler(pool, limits), eos, max_model_len, on_report)
+    runner = TorchRunner(model, kv_cache, eos, mirror)
+    engine = Engine(runner, Scheduler(pool, limits), eos, max_model_len, on_report)
     log.info(
-        "%d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
+        "%s, %d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
+        device,
         num_blocks,
         card.block_size,
         num_blocks * card.block_bytes / 2**20,
@@ -95,13 +102,35 @@ def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.
     )
 
 
-def _num_blocks(engine: EngineConfig, card: LayoutCard) -> int:
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda and f"is built for CUDA {torch.version.cuda} but finds no GPU"
+        raise ConfigError(f"device cuda: torch {torch.__version__} {built or 'is a build for CPUs'}; use --device cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _num_blocks(engine: EngineConfig, card: LayoutCard, device: torch.device) -> int:
+    """As many as the pool's memory holds. Called when the weights are in memory already."""
     if engine.num_blocks_override is not None:
         return engine.num_blocks_override
     memory = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
+    if engine.kv_cache_memory is None and device.type == "cuda":
+        memory = gpu_kv_cache_bytes(*torch.cuda.mem_get_info(device), engine.gpu_memory_utilization)
     if memory < card.block_bytes:
         raise ConfigError(f"kv_cache_memory {memory} is less than one block of {card.block_bytes} bytes")
     return memory // card.block_bytes
+
+
+def gpu_kv_cache_bytes(free: int, total: int, utilization: float) -> int:
+    """What is left for KV of a GPU's share once the weights are loaded. Raises ConfigError where nothing is."""
+    used = total - free
+    memory = int(total * utilization) - used - GPU_WORKSPACE_BYTES
+    if memory <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization {utilization:g} of {total / 2**30:.1f} GiB leaves nothing for KV blocks: "
+            f"{used / 2**30:.1f} GiB are in use and {GPU_WORKSPACE_BYTES / 2**30:.0f} GiB are kept for steps"
+        )
+    return memory
 
 
 def _max_model_len(engine: EngineConfig, model: ModelConfig, num_blocks: int) -> int:

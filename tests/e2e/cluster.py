@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from kvferry.common.cores import NODE_ENVIRON
+from kvferry.common.cores import NODE_ENVIRON, available_cores
 from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
@@ -28,6 +28,8 @@ from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 
 START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 600.0
+"""For a whole set of prompts on a slow machine: the longest runs take a minute on a quiet one."""
 
 
 def free_port() -> int:
@@ -135,8 +137,10 @@ class Cluster:
     def start_node(self, role: str, *flags: str, wait: bool = True, port: int | None = None) -> Node:
         port = port or free_port()
         command = [sys.executable, "-m", "kvferry.services.local.cli", role, "--model", self.model]
-        command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port), *flags]
-        node = Node(role, command, self.folder / f"{role}-{port}.log", port=port)
+        command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port)]
+        if role != "both":  # it has a partner on this machine: two that take all cores ruin each other
+            command += ["--num-threads", str(max(1, available_cores() // 2))]
+        node = Node(role, [*command, *flags], self.folder / f"{role}-{port}.log", port=port)
         node.start()
         self.processes.append(node)
         if wait:
@@ -277,15 +281,17 @@ class DecodeClient:
         async with self._writing:
             await self._call.write(pb.SessionRequest(cancel=pb.CancelRequest(request_id=request_id)))
 
-    async def generate_choices(self, request: GenerateRequest, timeout_s: float = 300.0) -> list[Answer]:
+    async def generate_choices(self, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
         """All choices' answers, complete."""
         for done in await self.submit(request):
             await asyncio.wait_for(done.wait(), timeout_s)
         return [self._open[request.request_id, index][0] for index in range(request.n)]
 
-    async def generate(self, request: GenerateRequest, timeout_s: float = 300.0) -> Answer:
+    async def generate(self, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """The answer of a request with one choice, complete."""
         return (await self.generate_choices(request, timeout_s))[0]
 
-    async def generate_all(self, requests: Sequence[GenerateRequest], timeout_s: float = 300.0) -> list[Answer]:
+    async def generate_all(
+        self, requests: Sequence[GenerateRequest], timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> list[Answer]:
         return list(await asyncio.gather(*(self.generate(r, timeout_s) for r in requests)))

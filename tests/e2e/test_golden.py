@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Gateway, Node, cluster
+from tests.e2e.cluster import ANSWER_TIMEOUT_S, Gateway, Node, cluster
 from tests.e2e.prompts import Prompt, all_prompts
 
 NUM_TOKENS = 64
@@ -53,7 +53,7 @@ def gateway(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         starting = [nodes.start_node(role, wait=False) for role in ("prefill", "decode")]
         for node in starting:
             nodes.wait_node(node)
-        yield nodes.start_gateway()
+        yield nodes.start_gateway("--queue-timeout", str(ANSWER_TIMEOUT_S))
         assert starting[1].metric("kvferry:transfer_blocks_total") > 0, "no block crossed: this was not a split"
         for node in starting:
             assert isinstance(node, Node)
@@ -92,12 +92,12 @@ async def _ask(client: httpx.AsyncClient, prompt: Prompt, stream: bool) -> tuple
 
 
 async def _ask_all(url: str, prompts: list[Prompt], stream: bool) -> list[tuple[str, int]]:
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S) as client:
         return list(await asyncio.gather(*(_ask(client, prompt, stream) for prompt in prompts)))
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_greedy_text_equals_transformers(gateway: Gateway, golden: list[Golden], stream: bool) -> None:
     answers = asyncio.run(_ask_all(gateway.url, [g.prompt for g in golden], stream))

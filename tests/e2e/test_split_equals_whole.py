@@ -45,7 +45,7 @@ VARIANTS = (
     Variant("eight-others", num_others=8),
     Variant("preempted", decode=(*REMOTE, "--num-blocks-override", "128"), preempted=True),
     Variant("over-grpc", common=("--transports", "grpc"), transport="grpc"),
-    Variant("one-thread", common=("--num-threads", "1")),
+    Variant("two-threads", common=("--num-threads", "2")),
     Variant("decode-prefills", decode=("--local-prefill-max-tokens", "100000")),
     Variant("both-batched", split=False),
     Variant("no-prefix-cache", common=("--no-enable-prefix-caching",)),
@@ -163,7 +163,7 @@ def test_tiny_model(nodes: Cluster, variant: Variant, whole_tiny: Whole) -> None
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.alone], ids=lambda v: v.name)
 def test_smollm2(nodes: Cluster, variant: Variant, whole_smollm2: Whole) -> None:
     check(nodes, variant, whole_smollm2)
