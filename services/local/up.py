@@ -134,7 +134,7 @@ class _Up:
                 if not self._console.is_terminal and time.monotonic() - said > PLAIN_STATUS_EVERY_S:
                     said = time.monotonic()
                     self._console.say(f"waiting for {waiting} ({elapsed_s:.0f} s)")
-                await asyncio.wait([ready], timeout=STATUS_EVERY_S)
+                await asyncio.wait([ready], timeout=min(STATUS_EVERY_S, timeout_s - elapsed_s))
         finally:
             self._console.status("")
             ready.cancel()

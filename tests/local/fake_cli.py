@@ -1,7 +1,7 @@
 """Stands for `python -m kvferry.services.local.cli` in tests of `kvferry up`: services without a model.
 
 `FAKE_<ROLE>` in the environment makes one of them misbehave: `config` (exit status 2 at once), `crash` (once, soon
-after it was ready), `stubborn` (ignores SIGTERM).
+after it was ready), `stubborn` (ignores SIGTERM), `stuck` (never ready).
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set() if manner != "stubborn" else None)
     (folder / f"{name}.pid").write_text(str(os.getpid()))
+    if manner == "stuck":
+        stop.wait()
+        return 0
     end = serve_http(int(os.environ["KVFERRY_GATEWAY__PORT"])) if role == "gateway" else serve_grpc()
     if manner == "crash" and not (folder / "crashed").exists():
         (folder / "crashed").touch()
