@@ -11,11 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from kvferry.kernels.cpu.invariance import num_threads
 from tests.e2e.cluster import ANSWER_TIMEOUT_S, Gateway, Node, cluster
 from tests.e2e.prompts import Prompt, all_prompts
 
 NUM_TOKENS = 64
+MAX_PADDED = 100
+"""Longest prompt that shares a padded batch."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,40 @@ class Golden:
 
 @pytest.fixture(scope="module")
 def golden(smollm2: Path) -> list[Golden]:
-    """`model.generate` for each prompt, with the library's own cache and attention."""
-    import torch
+    """`model.generate` for each prompt, with the library's own cache and attention; short prompts as one batch."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    result = []
-    for prompt in all_prompts(smollm2):
-        ids = list(prompt.token_ids)
-        if prompt.chat is not None:
-            chat = [{"role": "user", "content": prompt.chat}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-        with torch.inference_mode():
-            row = torch.tensor([ids])
-            out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=NUM_TOKENS, do_sample=False)
-        made = out[0, len(ids) :].tolist()
-        result.append(Golden(prompt, tokenizer.decode(made, skip_special_tokens=True), len(made)))
-    return result
+    prompts, rows = all_prompts(smollm2), []
+    for prompt in prompts:
+        chat = [{"role": "user", "content": prompt.chat}]
+        template = tokenizer.apply_chat_template
+        rows.append(
+            list(prompt.token_ids)
+            if prompt.chat is None
+            else template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+    short = [i for i, ids in enumerate(rows) if len(ids) <= MAX_PADDED]
+    made = dict(zip(short, _generate(model, tokenizer, [rows[i] for i in short]), strict=True))
+    for i in sorted(set(range(len(rows))) - set(short)):
+        [made[i]] = _generate(model, tokenizer, [rows[i]])
+    return [
+        Golden(prompt, tokenizer.decode(made[i], skip_special_tokens=True), len(made[i]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _generate(model: Any, tokenizer: Any, rows: list[list[int]]) -> list[list[int]]:
+    """The new tokens of each row, up to and with the end of the text."""
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    with torch.inference_mode(), num_threads(1):  # beside anything else that runs, two are much slower than one
+        out = model.generate(**batch, max_new_tokens=NUM_TOKENS, do_sample=False)
+    made = []
+    for row in out[:, batch["input_ids"].shape[1] :].tolist():
+        end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+        made.append(row[:end])
+    return made
 
 
 @pytest.fixture(scope="module")
