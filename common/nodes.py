@@ -115,6 +115,7 @@ class NodeRecord:
     model: str
     card: LayoutCard
     max_model_len: int
+    batch_invariant: bool = False  # what runs beside a request cannot change its bits
     metrics_address: str = ""
     state: NodeState = NodeState.READY
     load: NodeLoad = field(default_factory=NodeLoad)

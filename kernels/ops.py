@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention as cpu_attention
-from kvferry.kernels.cpu import attention_plan as cpu_plan
+from kvferry.kernels.cpu import elementwise as cpu_elementwise
 from kvferry.kernels.cpu import numerics as cpu_numerics
 from kvferry.kernels.cpu.dense import PackedLinear
 
@@ -34,19 +34,81 @@ def numerics_id(device: torch.device, dtype: torch.dtype) -> str:
     return f"{name}-{str(dtype).removeprefix('torch.')}-torch{torch.__version__}"
 
 
+def _is_compiled(x: torch.Tensor) -> bool:
+    """Whether `kernels/cpu` serves tensors like `x`; the reference serves the others."""
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def is_batch_invariant(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the promise above is in force: a row's bits depend on that row alone."""
+    return device.type == "cpu" and dtype is torch.float32
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x` [..., width], `weight` [width] -> like `x`."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight {tuple(weight.shape)}")
+    if _is_compiled(x):
+        _check_memory(torch.float32, weight)
+        return cpu_elementwise.add_rms_norm(x.contiguous(), None, weight, eps)
     return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds `other` to `x` [num_tokens, width] in place -> the rms_norm of the sum. Both are contiguous."""
+    if x.shape != other.shape or x.shape[-1:] != weight.shape:
+        raise ValueError(f"x {tuple(x.shape)}, other {tuple(other.shape)} and weight {tuple(weight.shape)} do not fit")
+    if _is_compiled(x):
+        _check_memory(torch.float32, x, other, weight)
+        return cpu_elementwise.add_rms_norm(x, other, weight, eps)
+    return reference.rms_norm(x.add_(other), weight, eps)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gate_up` [num_tokens, 2 * width], gates first -> [num_tokens, width]."""
+    if _is_compiled(gate_up):
+        return cpu_elementwise.silu_and_mul(gate_up.contiguous())
     return reference.silu_and_mul(gate_up)
 
 
-def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x` [num_tokens, num_heads, head_dim]; `cos`, `sin` [num_tokens, head_dim / 2] float32 -> like `x`."""
-    return reference.rotary_embedding(x, cos, sin)
+def rotary_and_write_kv(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """From a layer's fused projection to the queries, with its keys and values put into the pool, in place.
+
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] is overwritten. Queries and keys are normalised first
+    where `q_norm` and `k_norm` [head_dim] are given, then rotated: `cos_sin` [num_tokens, head_dim] float32 holds each
+    token's cosines, then its sines. `slot_mapping` [num_tokens] int64 is block * block_size + slot; no slot may occur
+    twice or lie outside the pool. -> [num_tokens, num_heads, head_dim], a view of `qkv` or not.
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if num_heads < 1 or qkv.shape[1] % head_dim or head_dim % 2:
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not fit a pool {tuple(kv_cache.shape)}")
+    if len(slot_mapping) != num_tokens or cos_sin.shape != (num_tokens, head_dim):
+        raise ValueError(f"{num_tokens} tokens, {len(slot_mapping)} slots, cosines and sines {tuple(cos_sin.shape)}")
+    if _is_compiled(qkv) and _is_compiled(kv_cache):
+        _check_memory(torch.float32, qkv, cos_sin, kv_cache, q_norm, k_norm)
+        _check_memory(torch.int64, slot_mapping)
+        return cpu_elementwise.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
+    return reference.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
+
+
+def _check_memory(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
+    """A compiled kernel sees addresses only: what lies there must be what it expects."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
+            raise ValueError(
+                f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()} "
+                f"must be contiguous and of {dtype}"
+            )
 
 
 class TorchLinear:
@@ -70,19 +132,6 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     return PackedLinear(weight, bias) if weight.device.type == "cpu" else TorchLinear(weight, bias)
 
 
-def write_kv(
-    kv_cache: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Puts one layer's `key` and `value` [num_tokens, num_kv_heads, head_dim] into the pool, in place.
-
-    `slot_mapping` [num_tokens] int64 is block * block_size + slot; no slot may occur twice.
-    """
-    expected = (len(slot_mapping), kv_cache.shape[3], kv_cache.shape[5])
-    if key.shape != expected or value.shape != expected:
-        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be {expected}")
-    reference.write_kv(kv_cache, layer, key, value, slot_mapping)
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Which keys each query row of one step sees. Made once per step, used by every layer."""
@@ -90,7 +139,7 @@ class AttentionPlan:
     block_tables: torch.Tensor  # [num_seqs, max_num_blocks] int64
     query_starts: tuple[int, ...]  # num_seqs + 1
     context_lens: tuple[int, ...]  # num_seqs
-    cpu: cpu_plan.AttentionPlan | None
+    cpu: cpu_attention.AttentionPlan | None
 
 
 def plan_attention(
@@ -103,19 +152,20 @@ def plan_attention(
     num_seqs = len(context_lens)
     if len(query_starts) != num_seqs + 1 or len(block_tables) != num_seqs:
         raise ValueError(f"{num_seqs} context lengths, {len(query_starts)} starts, {len(block_tables)} block tables")
+    if block_tables.dtype != torch.int64:
+        raise ValueError(f"block tables are {block_tables.dtype}, not int64")
     num_slots = block_tables.shape[1] * kv_cache.shape[4]
     for i, context_len in enumerate(context_lens):
         if context_len + query_starts[i + 1] - query_starts[i] > num_slots:
             raise ValueError(f"sequence {i} ends past the {num_slots} positions of its block table")
-    on_cpu = kv_cache.device.type == "cpu"
-    cpu = cpu_plan.plan_attention(kv_cache, block_tables, query_starts, context_lens) if on_cpu else None
+    cpu = cpu_attention.plan_attention(block_tables, query_starts, context_lens) if _is_compiled(kv_cache) else None
     return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu)
 
 
 def paged_attention(
     query: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    """Causal attention of `query` [num_tokens, num_heads, head_dim] over the pool -> like `query`.
+    """Causal attention of `query` [num_tokens, num_heads, head_dim] over the pool -> the same shape, contiguous.
 
     The rows' own keys and values must have been written before. num_heads is a multiple of the pool's num_kv_heads:
     neighbouring query heads share a kv head.
@@ -123,6 +173,9 @@ def paged_attention(
     if query.shape[1] % kv_cache.shape[3] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a pool {tuple(kv_cache.shape)}")
     if plan.cpu is not None:
+        if query.dtype != torch.float32 or query.stride()[1:] != (query.shape[2], 1):
+            query = query.float().contiguous()
+        _check_memory(torch.float32, kv_cache)
         return cpu_attention.paged_attention(query, kv_cache, layer, plan.cpu, scale)
     return reference.paged_attention(
         query, kv_cache, layer, plan.block_tables, plan.query_starts, plan.context_lens, scale

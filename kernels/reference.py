@@ -1,7 +1,7 @@
 """The specification of every op, in plain torch: short, obvious, slow where it must be.
 
-A faster kernel lies beside this file and is tested against it, bit for bit where promise 1 asks for it. Knows nothing
-of requests, blocks' owners or models: tensors in, tensors out.
+A faster kernel lies beside this file and is tested against it. It serves devices and dtypes that have no kernel yet.
+Knows nothing of requests, blocks' owners or models: tensors in, tensors out.
 
 A row's bits must depend on that row alone, never on its neighbours, its index or the number of threads. Of torch's
 CPU ops only some keep that: `exp`, `softmax`, `log_softmax`, `rms_norm`, a sum over a short fixed width, and `bmm`
@@ -52,6 +52,28 @@ def write_kv(
     blocks, slots = slot_mapping // block_size, slot_mapping % block_size
     kv_cache[blocks, layer, 0, :, slots] = key
     kv_cache[blocks, layer, 1, :, slots] = value
+
+
+def rotary_and_write_kv(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    query, key, value = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        query = rms_norm(query, q_norm, eps)
+    if k_norm is not None:
+        key = rms_norm(key, k_norm, eps)
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    write_kv(kv_cache, layer, rotary_embedding(key, cos, sin), value, slot_mapping)
+    return rotary_embedding(query, cos, sin)
 
 
 def paged_attention(

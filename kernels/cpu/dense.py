@@ -1,7 +1,9 @@
 """Dense layers on a CPU whose rows keep their bits in any company.
 
 oneDNN's private op with prepacked weights is wrapped here and nowhere else. It is trusted only after a self check in
-this process; otherwise something slower takes its place. Knows only tensors.
+this process; otherwise something slower takes its place. A kernel of our own reads the same packed weights and sums in
+the same order, faster on AVX2 at every number of rows, most of all at few, where it runs at the speed of memory; it
+serves a layer only where its bits were found to be oneDNN's. Knows only tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.cpu.invariance import holds_for_rows
+from kvferry.kernels.cpu.jit.constants import COLUMNS, WIDTH_MULTIPLE
+from kvferry.kernels.cpu.native import kernels
 
 MAX_ROWS = 512
 """Rows per call: beyond this the order of sums was never checked."""
@@ -22,6 +26,9 @@ _PACK_HINT = 32
 """Rows that oneDNN packs for. With 1 it packs for a matrix-vector kernel whose sums run in another order."""
 
 _GEMM_ROWS = 48
+
+_FEW_ROWS = 8
+"""Rows that our own kernel takes where wider vectors than AVX2's exist, which oneDNN uses better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,39 @@ def _is_invariant(kernel: DenseKernel, width: int, out: int) -> bool:
     return close and holds_for_rows(lambda x: kernel.multiply(x, packed), rows)
 
 
+@cache
+def _is_avx2() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKernel:
+    """The kernel over weights `[out, width]` that oneDNN has packed and keeps."""
+
+    address: int
+    out: int
+    width: int
+
+    @classmethod
+    def over(cls, packed: torch.Tensor) -> OwnKernel | None:
+        """None if the weights are packed in another way, or the products have other bits than oneDNN's."""
+        out, width = packed.shape
+        block = (width + -width % WIDTH_MULTIPLE) * COLUMNS
+        if not packed.is_mkldnn or torch.ops.mkldnn._nbytes(packed) != -(-out // COLUMNS) * block * 4:
+            return None
+        found = cls(torch.ops.mkldnn.data_ptr(packed), out, width)
+        x = torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+        return found if torch.equal(found(x), _onednn_multiply(x, packed)) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_threads, rows = torch.get_num_threads(), x.shape[0]
+        out = x.new_empty(rows, self.out)
+        scratch = x.new_empty(num_threads * rows * 2 * COLUMNS)
+        addresses = x.data_ptr(), self.address, out.data_ptr()
+        kernels().run("dense", num_threads, *addresses, rows, self.width, self.out, scratch.data_ptr())
+        return out
+
+
 class PackedLinear:
     """`x @ weight.T + bias` in float32 arithmetic; the result has the dtype of `x`.
 
@@ -94,11 +134,19 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._kernel = dense_kernel()
         self._packed = self._kernel.pack(weight.float())
+        self._own = OwnKernel.over(self._packed)
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = [self._kernel.multiply(piece, self._packed) for piece in torch.split(x.float().contiguous(), MAX_ROWS)]
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        is_float32 = x.dtype == torch.float32  # conversions that change nothing cost as much as a small product
+        out = self._multiply((x if is_float32 else x.float()).contiguous())
         if self._bias is not None:
             out += self._bias
-        return out.to(x.dtype)
+        return out if is_float32 else out.to(x.dtype)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if (num_rows := x.shape[0]) > MAX_ROWS:
+            return torch.cat([self._multiply(piece) for piece in torch.split(x, MAX_ROWS)])
+        if self._own is not None and (num_rows <= _FEW_ROWS or _is_avx2()):
+            return self._own(x)
+        return self._kernel.multiply(x, self._packed)

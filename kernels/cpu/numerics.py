@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from kvferry.kernels import reference
-from kvferry.kernels.cpu import attention, attention_plan
+from kvferry.kernels.cpu import attention, elementwise
 from kvferry.kernels.cpu.dense import PackedLinear, dense_kernel
+from kvferry.kernels.cpu.jit.constants import KV_TILE
+from kvferry.kernels.cpu.native import compiler_version
 
 
 @cache
@@ -26,8 +28,9 @@ def numerics_id(dtype: torch.dtype) -> str:
         torch.backends.cpu.get_cpu_capability().lower(),
         str(dtype).removeprefix("torch."),
         dense_kernel().name,
-        f"tile{reference.KV_TILE}",
+        f"tile{KV_TILE}",
         f"torch{torch.__version__}",
+        compiler_version(),
         _probe(dtype),
     )
     return "-".join(parts)
@@ -44,14 +47,19 @@ def _probe(dtype: torch.dtype) -> str:
     """A digest of the ops' results on fixed input of odd sizes."""
     x = _fixed(1, 37, 2100).to(dtype)
     query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(dtype)
-    plan = attention_plan.plan_attention(pool, torch.arange(16).view(2, 8), (0, 37, 38), (60, 100))
-    results = (
-        PackedLinear(_fixed(4, 130, 2100))(x),
-        attention.paged_attention(query, pool, 0, plan, 0.125),
-        reference.rms_norm(x, x[0], 1e-5),
-        reference.silu_and_mul(x),
-        torch.log_softmax(x.float() * 5, dim=-1),
-    )
+    tables, starts, context_lens = torch.arange(16).view(2, 8), (0, 37, 38), (60, 100)
+    results = [PackedLinear(_fixed(4, 128, 2100))(x), torch.log_softmax(x.float() * 5, dim=-1)]
+    if dtype == torch.float32:
+        plan = attention.plan_attention(tables, starts, context_lens)
+        results.append(attention.paged_attention(query, pool, 0, plan, 0.125))
+        results.append(elementwise.silu_and_mul(x))
+        results.append(elementwise.add_rms_norm(x, None, x[0], 1e-5))
+        qkv, cos_sin = x[:, :640].contiguous(), x[:, :64].contiguous()
+        results.append(elementwise.rotary_and_write_kv(qkv, cos_sin, pool, 0, torch.arange(37), None, None, 0.0))
+    else:
+        results.append(reference.paged_attention(query, pool, 0, tables, starts, context_lens, 0.125))
+        results.append(reference.silu_and_mul(x))
+        results.append(reference.rms_norm(x, x[0], 1e-5))
     digest = hashlib.blake2b(digest_size=4)
     for result in results:
         digest.update(result.float().contiguous().numpy().tobytes())

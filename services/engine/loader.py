@@ -100,6 +100,11 @@ def numerics_id(device: torch.device | str, dtype: torch.dtype) -> str:
     return ops.numerics_id(torch.device(device), dtype)
 
 
+def is_batch_invariant(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether what runs beside a request cannot change its bits, on this device in this dtype."""
+    return ops.is_batch_invariant(device, dtype)
+
+
 class Safetensors:
     """The tensors of a folder, found by their files' headers."""
 

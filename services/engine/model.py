@@ -44,6 +44,7 @@ class LlamaModel:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self._next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
         self._rope_table = rope_table(config.rope, config.head_dim, config.max_position_embeddings).to(self.device)
 
     @torch.inference_mode()
@@ -56,41 +57,32 @@ class LlamaModel:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Writes the batch's keys and values into the pool -> the last layer's output [num_tokens, hidden_size].
+        """Writes the batch's keys and values into the pool -> [num_tokens, hidden_size], ready for `logits`.
 
         `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` in the model's dtype.
         """
-        cos, sin = self._rope_table[batch.positions].chunk(2, dim=-1)
+        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        cos_sin = self._rope_table[batch.positions]  # [num_tokens, head_dim]
         plan = ops.plan_attention(kv_cache, batch.block_tables, batch.query_starts, batch.context_lens)
-        hidden = F.embedding(batch.token_ids, self.weights.embedding)  # [num_tokens, hidden_size]
-        for index, layer in enumerate(self.weights.layers):
-            normed = ops.rms_norm(hidden, layer.attention_norm, self.config.rms_norm_eps)
-            query, key, value = self._project(layer, normed, cos, sin)
-            ops.write_kv(kv_cache, index, key, value, batch.slot_mapping)
-            attended = ops.paged_attention(query, kv_cache, index, plan, 1 / math.sqrt(self.config.head_dim))
-            hidden = hidden + layer.o(attended.flatten(1))
-            normed = ops.rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-            hidden = hidden + layer.down(ops.silu_and_mul(layer.gate_up(normed)))
-        return hidden
-
-    def _project(
-        self, layer: LayerWeights, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value, each [num_tokens, its heads, head_dim], normalised and rotated."""
-        config = self.config
-        heads = layer.qkv(normed).view(len(normed), -1, config.head_dim)
-        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
-            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
-        return ops.rotary_embedding(query, cos, sin), ops.rotary_embedding(key, cos, sin), value
+        hidden = F.embedding(batch.token_ids, weights.embedding)  # [num_tokens, hidden_size]
+        normed = ops.rms_norm(hidden, weights.layers[0].attention_norm, eps)
+        for index, layer in enumerate(weights.layers):
+            qkv = layer.qkv(normed)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+            query = ops.rotary_and_write_kv(
+                qkv, cos_sin, kv_cache, index, batch.slot_mapping, layer.q_norm, layer.k_norm, eps
+            )
+            attended = ops.paged_attention(query, kv_cache, index, plan, 1 / math.sqrt(config.head_dim))
+            normed = ops.add_rms_norm(hidden, layer.o(attended.flatten(1)), layer.mlp_norm, eps)
+            output = layer.down(ops.silu_and_mul(layer.gate_up(normed)))
+            normed = ops.add_rms_norm(hidden, output, self._next_norms[index], eps)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `hidden`'s output -> float32 logits [num_rows, vocab_size]."""
+        """Rows of `hidden`'s result -> float32 logits [num_rows, vocab_size]."""
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        return self.weights.head(ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)).float()
+        return self.weights.head(hidden).float()
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

@@ -44,6 +44,10 @@ class SchedulerLimits:
     max_model_len: int | None = None
 
 
+WATERMARK = 0.01
+"""Part of the pool that no newcomer gets while others run: room for them to grow before one must be preempted."""
+
+
 class Scheduler:
     """Not thread-safe: the engine's mutex guards it together with the pool."""
 
@@ -223,8 +227,8 @@ class Scheduler:
         """Takes cached and fresh blocks for all due tokens of `seq`; False and nothing taken when there are too few."""
         hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)) if self.pool.enable_prefix_caching else []
         fresh = seq.num_blocks_for(self._num_tokens_to_reserve(seq)) - len(hits)
-        spare = self.pool.num_blocks // 100 if self.running else 0
-        if fresh + self.pool.num_idle(hits) + spare > self.pool.num_available:
+        watermark = int(self.pool.num_blocks * WATERMARK) if self.running else 0
+        if fresh + self.pool.num_idle(hits) + watermark > self.pool.num_available:
             return False
         self.pool.acquire(hits)
         incoming = seq.num_cacheable_blocks - len(hits) if seq.receive else 0

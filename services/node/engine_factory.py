@@ -19,7 +19,7 @@ from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.host_mirror import HostMirror
-from kvferry.services.engine.loader import load_model, model_fingerprint, numerics_id
+from kvferry.services.engine.loader import is_batch_invariant, load_model, model_fingerprint, numerics_id
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
@@ -43,6 +43,7 @@ class BuiltEngine:
     model_config: ModelConfig
     max_model_len: int
     grammars: Grammars
+    batch_invariant: bool
 
 
 def build_engine(config: Config, role: Role, instance_id: str, on_report: Callable[[StepReport], None]) -> BuiltEngine:
@@ -86,7 +87,9 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         torch.get_num_threads(),
     )
     grammars = Grammars(folder, model.config.vocab_size, eos)
-    return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars)
+    invariant = is_batch_invariant(device, _DTYPE)
+    log.info("batch invariance is %s, numerics %s", "in force" if invariant else "NOT in force", card.numerics_id)
+    return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars, invariant)
 
 
 def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:

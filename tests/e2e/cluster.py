@@ -27,7 +27,7 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 600.0
 """For a whole set of prompts on a slow machine: the longest runs take a minute on a quiet one."""
 

@@ -23,7 +23,10 @@ REMOTE = ("--local-prefill-max-tokens", "0")
 
 @dataclass(frozen=True)
 class Variant:
-    """`common`: flags of both nodes. `alone`: one request at a time. `rounds`: the whole set again, now cached."""
+    """`common`: flags of both nodes. `alone`: one request at a time. `rounds`: the whole set again, now cached.
+
+    `n`: choices of each request, whose first must be what the request gives by itself.
+    """
 
     name: str
     common: tuple[str, ...] = ()
@@ -31,6 +34,7 @@ class Variant:
     alone: bool = False
     rounds: int = 1
     num_others: int = 0
+    n: int = 1
     preempted: bool = False
     split: bool = True
     transport: str = "shm"
@@ -43,6 +47,8 @@ VARIANTS = (
     Variant("chunks-of-16", common=("--max-num-batched-tokens", "16")),
     Variant("chunks-of-2048", common=("--max-num-batched-tokens", "2048")),
     Variant("eight-others", num_others=8),
+    Variant("thirty-two-others", num_others=32),
+    Variant("copy-on-write", n=3),
     Variant("preempted", decode=(*REMOTE, "--num-blocks-override", "128"), preempted=True),
     Variant("over-grpc", common=("--transports", "grpc"), transport="grpc"),
     Variant("two-threads", common=("--num-threads", "2")),
@@ -109,7 +115,7 @@ def _others(whole: Whole, count: int) -> list[GenerateRequest]:
 
 
 async def _run(variant: Variant, node: Node, whole: Whole, plan: tuple[PrefillCandidate, ...]) -> list[list[Answer]]:
-    requests = [replace(r, prefill=plan) for r in whole.requests]
+    requests = [replace(r, prefill=plan, n=variant.n) for r in whole.requests]
     async with DecodeClient(node) as client:
         for other in _others(whole, variant.num_others):
             await client.submit(replace(other, prefill=plan))
@@ -147,11 +153,14 @@ def check(nodes: Cluster, variant: Variant, whole: Whole) -> None:
         assert cached == expected, "the second round was not served from the cache"
     if variant.preempted:
         assert decode.metric("kvferry:num_preemptions_total") > 0, "nothing was preempted: this variant tests nothing"
+    if variant.n > 1:
+        assert decode.metric("kvferry:kv_blocks_copied_total") > 0, "nothing was copied: this variant tests nothing"
     if variant.split and "100000" not in variant.decode:
         moved = decode.metric("kvferry:transfer_blocks_total", transport=variant.transport)
         assert moved > 0, f"no block came over {variant.transport}: this variant tests nothing"
         assert decode.metric("kvferry:prefill_fallback_total") == 0
     for node in [p for p in nodes.processes if isinstance(p, Node)]:
+        assert node.metric("kvferry:engine_info", batch_invariant="true") == 1
         accounts = node.record().load.accounts
         assert variant.num_others or accounts.available == accounts.total, f"{node.name} still owns blocks: {accounts}"
 

@@ -36,6 +36,8 @@ def test_beam_params(fields: dict[str, Any], beam: BeamParams | None) -> None:
         ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
         ({"use_beam_search": True, "frequency_penalty": 1.0}, "frequency_penalty"),
         ({"use_beam_search": True, "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"use_beam_search": True, "structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
         ({"use_beam_search": True, "n": 33}, "n"),
         ({"use_beam_search": True, "early_stopping": "sometimes"}, "early_stopping"),
         ({"length_penalty": 2.0}, "length_penalty"),

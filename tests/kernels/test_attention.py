@@ -1,4 +1,4 @@
-"""Paged attention and the writes into the pool: right, bit-identical to the reference, and deaf to the rest."""
+"""Paged attention: right, near the reference, bit-identical to itself in any company, and deaf to the rest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels import ops, reference
-from kvferry.kernels.cpu import attention as cpu_attention
-from kvferry.kernels.cpu import attention_plan as cpu_plan
 from tests.kernels.rows import randn, threads
 
 
@@ -25,7 +23,14 @@ class Shape:
     num_layers: int = 3
 
 
-SHAPES = [Shape(9, 3, 64), Shape(6, 2, 16, 8), Shape(4, 4, 10, 1), Shape(5, 1, 63, 48), Shape(8, 1, 128, 128)]
+SHAPES = [
+    Shape(9, 3, 64),
+    Shape(6, 2, 16, 8),
+    Shape(4, 4, 10, 1),
+    Shape(4, 2, 80, 24),
+    Shape(5, 1, 63, 48),
+    Shape(8, 1, 128, 128),
+]
 LAYER = 1
 
 
@@ -46,7 +51,7 @@ class Pool:
         query = randn(num_tokens, shape.num_heads, shape.head_dim, seed=seed + 3)
         position = torch.arange(num_tokens)
         slots = torch.tensor(table)[position // shape.block_size] * shape.block_size + position % shape.block_size
-        ops.write_kv(self.kv_cache, LAYER, key, value, slots)
+        reference.write_kv(self.kv_cache, LAYER, key, value, slots)
         return Sequence_(query, key, value, table)
 
 
@@ -97,18 +102,39 @@ def test_attention_over_scattered_blocks_equals_dense_attention(shape: Shape) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpu_kernel_has_the_bits_of_the_reference(shape: Shape) -> None:
+def test_kernel_agrees_with_the_reference_around_every_tile_edge(shape: Shape) -> None:
     pool = Pool(shape, 1600)
     seqs = [pool.add(n, 10 * i) for i, n in enumerate((1, 2, 63, 64, 65, 130, 333))]
     parts: list[Part] = [(seq, len(seq.key) - 1, len(seq.key)) for seq in seqs]
     parts += [(seqs[-1], 20, 333), (seqs[3], 0, 64), (seqs[4], 62, 65)]
     query, tables, starts, context_lens = arguments(parts)
     expected = reference.paged_attention(query, pool.kv_cache, LAYER, tables, starts, context_lens, 0.3)
-    plan = cpu_plan.plan_attention(pool.kv_cache, tables, starts, context_lens)
-    for count in (1, 2):
-        with threads(count):
-            got = cpu_attention.paged_attention(query, pool.kv_cache, LAYER, plan, 0.3)
-            assert torch.equal(got, expected), f"{count} threads"
+    plan = ops.plan_attention(pool.kv_cache, tables, starts, context_lens)
+    got = ops.paged_attention(query, pool.kv_cache, LAYER, plan, 0.3)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    with threads(2):
+        assert torch.equal(ops.paged_attention(query, pool.kv_cache, LAYER, plan, 0.3), got)
+
+
+def test_queries_may_be_a_slice_of_the_fused_projection() -> None:
+    pool = Pool(SHAPES[0], 400)
+    seq = pool.add(50, 1)
+    fused = randn(50, 15, 64, seed=9)
+    fused[:, :9] = seq.query
+    plan = ops.plan_attention(pool.kv_cache, torch.tensor([seq.table]), (0, 50), (0,))
+    sliced = ops.paged_attention(fused[:, :9], pool.kv_cache, LAYER, plan, 0.125)
+    assert torch.equal(sliced, ops.paged_attention(seq.query, pool.kv_cache, LAYER, plan, 0.125))
+
+
+def test_scores_of_any_size_give_finite_weights() -> None:
+    """Differences of thousands: most weights vanish, and the maximum moves from tile to tile."""
+    pool = Pool(SHAPES[0], 400)
+    seq = pool.add(300, 1)
+    query, tables, starts, context_lens = arguments([(seq, 0, 300)])
+    plan = ops.plan_attention(pool.kv_cache, tables, starts, context_lens)
+    got = ops.paged_attention(query, pool.kv_cache, LAYER, plan, 500.0)
+    expected = reference.paged_attention(query, pool.kv_cache, LAYER, tables, starts, context_lens, 500.0)
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -138,15 +164,6 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(shape: Shape, chunk: int) -> N
             assert torch.equal(got, whole[start:stop]), f"positions {start} to {stop}"
 
 
-def test_decodes_are_cut_into_slices_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(SHAPES[0], 4000)
-    parts: list[Part] = [(pool.add(n, n), n - 1, n) for n in (500, 3, 64, 65, 400, 129, 1, 200, 300)]
-    together = attend(pool, parts)
-    monkeypatch.setattr(cpu_plan, "_SLICE_BYTES", 1)
-    for got, expected in zip(attend(pool, parts), together, strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_infinite_garbage_in_other_slots_does_not_leak() -> None:
     pool = Pool(SHAPES[0], 400)
     seq = pool.add(100, 1)
@@ -168,22 +185,8 @@ def test_a_half_precision_pool_is_attended_in_float32(dtype: torch.dtype) -> Non
     assert torch.equal(decode[0], chunk[-1])
 
 
-def test_write_kv_changes_only_its_own_slots() -> None:
-    shape = SHAPES[1]
-    kv_cache = torch.zeros(4, 3, 2, shape.num_kv_heads, 8, shape.head_dim)
-    key, value = (randn(3, shape.num_kv_heads, shape.head_dim, seed=i) for i in (1, 2))
-    ops.write_kv(kv_cache, 2, key, value, torch.tensor([8 * 3 + 7, 0, 8 + 4]))
-    for i, (block, slot) in enumerate([(3, 7), (0, 0), (1, 4)]):
-        assert torch.equal(kv_cache[block, 2, 0, :, slot], key[i])
-        assert torch.equal(kv_cache[block, 2, 1, :, slot], value[i])
-        kv_cache[block, 2, :, :, slot] = 0
-    assert not kv_cache.any()
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     pool = Pool(SHAPES[1], 100)
-    with pytest.raises(ValueError, match="must both be"):
-        ops.write_kv(pool.kv_cache, 0, torch.zeros(2, 1, 16), torch.zeros(2, 2, 16), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="ends past the 8 positions"):
         ops.plan_attention(pool.kv_cache, torch.zeros(1, 1, dtype=torch.int64), (0, 4), (5,))
     plan = ops.plan_attention(pool.kv_cache, torch.zeros(1, 1, dtype=torch.int64), (0, 1), (5,))

@@ -20,10 +20,26 @@ def test_rms_norm_is_right_and_invariant(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", ODD_WIDTHS)
+def test_add_rms_norm_is_an_add_and_a_norm(width: int) -> None:
+    x, other, weight = randn(560, width), randn(560, width, seed=1), randn(width, seed=2)
+    total = x + other
+    got = assert_rows_invariant(lambda rows: ops.add_rms_norm(rows, other[: len(rows)] * 0, weight, 1e-5), total)
+    assert torch.equal(ops.add_rms_norm(x, other, weight, 1e-5), got)
+    assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize("width", ODD_WIDTHS)
 def test_silu_and_mul_is_right_and_invariant(width: int) -> None:
     x = randn(560, 2 * width) * 4
     got = assert_rows_invariant(ops.silu_and_mul, x)
     torch.testing.assert_close(got, F.silu(x[:, :width]) * x[:, width:])
+
+
+def test_silu_is_accurate_over_the_whole_range() -> None:
+    gate = torch.linspace(-90, 90, 40001).view(1, -1)
+    got = ops.silu_and_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    exact = (gate.double() / (1 + torch.exp(-gate.double()))).float()
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=1e-36)
 
 
 def test_silu_of_extreme_gates_is_finite() -> None:
@@ -32,18 +48,13 @@ def test_silu_of_extreme_gates_is_finite() -> None:
     torch.testing.assert_close(got, F.silu(gate))
 
 
-@pytest.mark.parametrize("head_dim", [2, 14, 64])
-def test_rotary_embedding_is_right_and_invariant(head_dim: int) -> None:
-    x, angle = randn(560, 3, head_dim), randn(560, head_dim // 2, seed=1)
-    packed = torch.cat((x.flatten(1), angle), dim=1)
-
-    def rotate(rows: torch.Tensor) -> torch.Tensor:
-        heads, angles = rows[:, : 3 * head_dim].view(-1, 3, head_dim), rows[:, 3 * head_dim :]
-        return ops.rotary_embedding(heads, angles.double().cos().float(), angles.double().sin().float())
-
-    got = assert_rows_invariant(rotate, packed)
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
-    torch.testing.assert_close(got, torch.cat((pairs.real, pairs.imag), dim=-1))
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit a weight"):
+        ops.rms_norm(randn(3, 8), randn(7), 1e-5)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.add_rms_norm(randn(3, 8), randn(2, 8), randn(8), 1e-5)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        ops.add_rms_norm(randn(8, 3).T, randn(3, 8), randn(8), 1e-5)
 
 
 @pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (576, 3072), (63, 100), (7, 3), (2500, 65)])
@@ -67,11 +78,32 @@ def test_linear_of_half_precision_is_right_and_invariant(dtype: torch.dtype) -> 
     torch.testing.assert_close(got, F.linear(x.double(), weight.double()).to(dtype))
 
 
-def test_linear_is_served_by_onednn_here() -> None:
+def test_linear_is_served_by_onednn_and_our_kernel_here() -> None:
     """On the machines we measure on. Elsewhere the fallback is slower, not wrong."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not measured on this kind of CPU")
     assert dense.dense_kernel().name == "onednn32"
+    assert dense.PackedLinear(randn(100, 1030))._own is not None
+
+
+@pytest.mark.parametrize(("width", "out"), [(63, 7), (576, 960), (1024, 64), (1025, 65), (1536, 576), (4100, 128)])
+def test_our_dense_kernel_has_the_bits_of_onednn(width: int, out: int) -> None:
+    packed = dense._onednn_pack(randn(out, width))
+    own = dense.OwnKernel.over(packed)
+    assert own is not None
+    x = randn(dense.MAX_ROWS, width, seed=1)
+    for count in (1, 2):
+        with threads(count):
+            for rows in (1, 2, 3, 4, 5, 8, 33, dense.MAX_ROWS):
+                assert torch.equal(own(x[:rows]), dense._onednn_multiply(x[:rows], packed)), f"{rows} rows"
+
+
+def test_our_dense_kernel_refuses_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = randn(100, 70)
+    assert dense.OwnKernel.over(weight) is None
+    assert dense.OwnKernel.over(dense._onednn_pack(randn(130, 70))) is None  # packed in blocks of another width
+    monkeypatch.setattr(dense, "_onednn_multiply", lambda x, packed: F.linear(x, weight) + 1)
+    assert dense.OwnKernel.over(dense._onednn_pack(weight)) is None
 
 
 @pytest.mark.parametrize("kernel", dense._KERNELS[1:], ids=lambda kernel: kernel.name)

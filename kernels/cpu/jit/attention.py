@@ -1,0 +1,211 @@
+"""Paged attention: fixed tiles of keys from position 0, read through the block table, with a running softmax.
+
+A row's bits depend on its query, its keys and values, and their positions alone: which rows share a tile of queries,
+and whether they came as a decode or as part of a chunk, only decides what is computed next to it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvferry.kernels.cpu.jit.constants import KV_TILE
+from kvferry.kernels.cpu.jit.matmul import CACHE_LINE, multiply_tile
+from kvferry.kernels.cpu.jit.simd import (
+    F32,
+    add,
+    div,
+    exp_of,
+    first_lanes,
+    greater,
+    inlined,
+    load,
+    load_float,
+    load_int,
+    max_lanes,
+    mul,
+    prefetch,
+    splat,
+    store,
+    store_float,
+    sub,
+    sum_lanes,
+    take_next,
+    transpose_8x8,
+)
+
+ITEM_INTS = 4
+"""A work item: first query row, number of tokens, context length, address of the block table."""
+
+_LINE = KV_TILE * F32
+_exp8, _exp1 = exp_of(8), exp_of(1)
+
+
+def paged_attention(args):
+    """See `kernels/cpu/attention.py` for the arguments. One item of work is a query tile of one kv head."""
+    num_kv_heads, items = load_int(args + 80), load_int(args + 104)
+    num_items = load_int(args + 112) * num_kv_heads
+    scratch = load_int(args + 120) + take_next(args + 8) * load_int(args + 128)
+    item = take_next(args)
+    while item < num_items:
+        _attend(args, items + item // num_kv_heads * ITEM_INTS * 8, item % num_kv_heads, scratch)
+        item = take_next(args)
+
+
+@inlined
+def _attend(args, item, kv_head, scratch):
+    query, query_stride, scale = load_int(args + 16), load_int(args + 24), load_float(args + 32)
+    value_bytes, out, num_heads = load_int(args + 56), load_int(args + 64), load_int(args + 72)
+    group, head_dim = num_heads // load_int(args + 80), load_int(args + 96)
+    first_row, num_tokens, context_len = load_int(item), load_int(item + 8), load_int(item + 16)
+    num_rows, row_bytes = num_tokens * group, head_dim * F32
+    pool = _pool(args, kv_head, load_int(item + 24))
+    # Scratch: transposed keys, queries, results, weights; per row 8 partial sums of weights and the highest score.
+    keys = scratch
+    queries = keys + head_dim * _LINE
+    results = queries + num_rows * row_bytes
+    weights = results + num_rows * row_bytes
+    sums = weights + num_rows * _LINE
+    highest = sums + num_rows * 8 * F32
+    for row in range(num_rows):
+        source = query + (first_row + row // group) * query_stride + (kv_head * group + row % group) * row_bytes
+        _multiply(source, queries + row * row_bytes, head_dim, scale)
+        _clear(results + row * row_bytes, head_dim)
+        store(sums + row * 8 * F32, splat(0.0, 8))
+        store_float(highest + row * F32, -math.inf)
+    num_keys = context_len + num_tokens
+    for start in range(0, num_keys, KV_TILE):
+        count = min(KV_TILE, num_keys - start)
+        done = max(0, start - context_len) * group  # rows whose own position lies before this tile
+        rows, seeing, tile = num_rows - done, queries + done * row_bytes, weights + done * _LINE
+        _transpose_keys(pool, value_bytes, head_dim, start, count, keys)
+        multiply_tile(seeing, row_bytes, rows, keys, _LINE, KV_TILE, tile, _LINE, head_dim, True, keys)
+        for row in range(done, num_rows):
+            visible = min(KV_TILE, context_len + row // group + 1 - start)
+            total, result = sums + row * 8 * F32, results + row * row_bytes
+            _soften(weights + row * _LINE, visible, highest + row * F32, total, result, head_dim)
+        _add_values(pool, value_bytes, head_dim, start, num_keys, tile, rows, results + done * row_bytes)
+    for row in range(num_rows):
+        target = out + ((first_row + row // group) * num_heads + kv_head * group + row % group) * row_bytes
+        _finish(results + row * row_bytes, target, head_dim, sum_lanes(load(sums + row * 8 * F32, 8)))
+
+
+@inlined
+def _pool(args, kv_head, table):
+    """Where the keys of one sequence and head lie: address, bytes per block, slots per block, table, bytes per slot."""
+    block_size, row_bytes = load_int(args + 88), load_int(args + 96) * F32
+    return load_int(args + 40) + kv_head * block_size * row_bytes, load_int(args + 48), block_size, table, row_bytes
+
+
+@inlined
+def _slot(pool, position):
+    """The address of a position's key."""
+    address, block_bytes, block_size, table, row_bytes = pool
+    return address + load_int(table + position // block_size * 8) * block_bytes + position % block_size * row_bytes
+
+
+@inlined
+def _run(pool, position, stop):
+    """How many positions of `[position, stop)` lie side by side in the first one's block."""
+    return min(pool[2] - position % pool[2], stop - position)
+
+
+@inlined
+def _fetch(address, size):
+    """Asks for memory that will be read soon: blocks lie scattered, which no hardware foresees."""
+    for line in range(0, size, CACHE_LINE):
+        prefetch(address + line)
+
+
+@inlined
+def _transpose_keys(pool, value_bytes, head_dim, start, count, keys):
+    """Keys `[start, start + count)` -> columns of `keys` [head_dim, KV_TILE]; the other columns keep what they held."""
+    row_bytes = head_dim * F32
+    at = 0
+    while at < count:
+        run, source = _run(pool, start + at, start + count), _slot(pool, start + at)
+        _fetch(source + value_bytes, run * row_bytes)
+        stop = at + run
+        while at < stop:
+            step = 8 if at + 8 <= stop else 1
+            dim = 0
+            while step == 8 and dim + 8 <= head_dim:
+                transpose_8x8(source + dim * F32, row_bytes, keys + dim * _LINE + at * F32, _LINE)
+                dim += 8
+            while dim < head_dim:
+                for i in range(step):
+                    store_float(keys + dim * _LINE + (at + i) * F32, load_float(source + i * row_bytes + dim * F32))
+                dim += 1
+            at += step
+            source += step * row_bytes
+
+
+@inlined
+def _add_values(pool, value_bytes, head_dim, start, num_keys, weights, rows, results):
+    """Adds the tile's weighted values, one block after the other."""
+    row_bytes = head_dim * F32
+    at, stop = start, min(start + KV_TILE, num_keys)
+    while at < stop:
+        run, values = _run(pool, at, stop), _slot(pool, at) + value_bytes
+        if at + KV_TILE < num_keys:
+            _fetch(_slot(pool, at + KV_TILE), _run(pool, at + KV_TILE, num_keys) * row_bytes)
+        tile = weights + (at - start) * F32
+        multiply_tile(tile, _LINE, rows, values, row_bytes, head_dim, results, row_bytes, run, False, values)
+        at += run
+
+
+@inlined
+def _multiply(source, target, count, factor):
+    """`target = source * factor`; they may be the same."""
+    at = 0
+    while at + 8 <= count:
+        store(target + at * F32, mul(load(source + at * F32, 8), splat(factor, 8)))
+        at += 8
+    while at < count:
+        store(target + at * F32, mul(load(source + at * F32, 1), splat(factor, 1)))
+        at += 1
+
+
+@inlined
+def _clear(target, count):
+    for at in range(count):
+        store_float(target + at * F32, 0.0)
+
+
+@inlined
+def _soften(scores, visible, highest, sums, result, head_dim):
+    """Scores become weights, those past `visible` 0; what was summed so far is rescaled to the new maximum."""
+    top = splat(-math.inf, 8)
+    at = 0
+    while at < visible:
+        top = greater(first_lanes(load(scores + at * F32, 8), visible - at, splat(-math.inf, 8)), top)
+        at += 8
+    before = load(highest, 1)
+    now = greater(splat(max_lanes(top), 1), before)
+    store(highest, now)
+    total = load(sums, 8)
+    if sum_lanes(now) != sum_lanes(before):
+        shrink = sum_lanes(_exp1(sub(before, now)))
+        total = mul(total, splat(shrink, 8))
+        _multiply(result, result, head_dim, shrink)
+    peak = splat(sum_lanes(now), 8)
+    at = 0
+    while at < KV_TILE:
+        weight = splat(0.0, 8)
+        if at < visible:
+            weight = first_lanes(_exp8(sub(load(scores + at * F32, 8), peak)), visible - at, weight)
+        store(scores + at * F32, weight)
+        total = add(total, weight)
+        at += 8
+    store(sums, total)
+
+
+@inlined
+def _finish(source, target, count, total):
+    """Divides by the sum of weights. `+ 0.0`: where hidden keys were added with weight 0, a sum is never -0."""
+    at = 0
+    while at + 8 <= count:
+        store(target + at * F32, add(div(load(source + at * F32, 8), splat(total, 8)), splat(0.0, 8)))
+        at += 8
+    while at < count:
+        store(target + at * F32, add(div(load(source + at * F32, 1), splat(total, 1)), splat(0.0, 1)))
+        at += 1

@@ -1,0 +1,7 @@
+"""What the compiled kernels and their callers must agree on. Imports nothing: neither numba nor torch."""
+
+KV_TILE = 64
+"""Keys per attention tile, from position 0 on: it fixes the order of sums."""
+
+COLUMNS, WIDTH_MULTIPLE = 64, 16
+"""How oneDNN packs weights: [ceil(out / COLUMNS), width padded to a multiple of WIDTH_MULTIPLE, COLUMNS]."""

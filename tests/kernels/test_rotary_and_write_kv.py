@@ -1,0 +1,106 @@
+"""Rotary, q/k norms and the KV write in one pass: the bits of the plain ops, and nobody else's slots touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvferry.kernels import ops, reference
+from tests.kernels.rows import ROW_COUNTS, randn, threads
+
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+SHAPES = [Shape(9, 3, 64, 16), Shape(3, 1, 14, 1), Shape(4, 4, 2, 7), Shape(5, 1, 126, 48), Shape(8, 2, 128, 128)]
+
+
+@dataclass(frozen=True)
+class Case:
+    qkv: torch.Tensor
+    cos_sin: torch.Tensor
+    slots: torch.Tensor
+    kv_cache: torch.Tensor  # all NaN
+
+
+def case(shape: Shape, num_tokens: int) -> Case:
+    angle = randn(num_tokens, shape.head_dim // 2, seed=1).double()
+    num_blocks = -(-num_tokens // shape.block_size) + 2
+    slots = torch.randperm(num_blocks * shape.block_size, generator=torch.Generator().manual_seed(2))[:num_tokens]
+    kv_cache = torch.full((num_blocks, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return Case(randn(num_tokens, width), torch.cat((angle.cos(), angle.sin()), 1).float(), slots, kv_cache)
+
+
+def written(kv_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, 2, num_kv_heads, head_dim]: what the pool holds in those slots."""
+    block_size = kv_cache.shape[4]
+    return kv_cache[slots // block_size, LAYER, :, :, slots % block_size]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_has_the_bits_of_the_plain_ops(shape: Shape, count: int) -> None:
+    given, plain = case(shape, 300), case(shape, 300)
+    expected = reference.rotary_and_write_kv(
+        plain.qkv, plain.cos_sin, plain.kv_cache, LAYER, plain.slots, None, None, 0.0
+    )
+    with threads(count):
+        query = ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots)
+    assert torch.equal(query, expected)
+    assert torch.equal(given.kv_cache.nan_to_num(7.0), plain.kv_cache.nan_to_num(7.0))  # and nothing else was written
+    assert not written(given.kv_cache, given.slots).isnan().any()
+
+
+def test_rotation_is_that_of_complex_numbers() -> None:
+    given = case(SHAPES[0], 40)
+    x = given.qkv.view(40, 15, 64)[:, :9].clone()
+    query = ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(*given.cos_sin.chunk(2, dim=-1)).unsqueeze(1)
+    torch.testing.assert_close(query, torch.cat((pairs.real, pairs.imag), dim=-1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_and_keys_are_normalised_first(shape: Shape) -> None:
+    norms = randn(shape.head_dim, seed=3), randn(shape.head_dim, seed=4)
+    given, plain = case(shape, 33), case(shape, 33)
+    query = ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots, *norms, 1e-5)
+    expected = reference.rotary_and_write_kv(plain.qkv, plain.cos_sin, plain.kv_cache, LAYER, plain.slots, *norms, 1e-5)
+    torch.testing.assert_close(query, expected)
+    torch.testing.assert_close(given.kv_cache, plain.kv_cache, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(shape: Shape) -> None:
+    norms = randn(shape.head_dim, seed=3), randn(shape.head_dim, seed=4)
+    whole = case(shape, 40)
+    query = ops.rotary_and_write_kv(whole.qkv, whole.cos_sin, whole.kv_cache, LAYER, whole.slots, *norms, 1e-5)
+    for count in (1, 2):
+        for rows in ROW_COUNTS:
+            for start in (0, 5):
+                part, span = case(shape, 40), slice(start, start + rows)
+                with threads(count):
+                    got = ops.rotary_and_write_kv(
+                        part.qkv[span], part.cos_sin[span], part.kv_cache, LAYER, part.slots[span], *norms, 1e-5
+                    )
+                assert torch.equal(got, query[span])
+                assert torch.equal(written(part.kv_cache, part.slots[span]), written(whole.kv_cache, whole.slots[span]))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    given = case(SHAPES[0], 4)
+    with pytest.raises(ValueError, match="does not fit a pool"):
+        ops.rotary_and_write_kv(given.qkv[:, :-1], given.cos_sin, given.kv_cache, LAYER, given.slots)
+    with pytest.raises(ValueError, match="3 slots"):
+        ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots[:3])
+    with pytest.raises(ValueError, match=r"must be contiguous and of torch\.int64"):
+        ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots.int())
