@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -128,12 +130,21 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+_NODE_PORTS = range(20000, 32000)
+
+
 def free_ports(host: str, num: int) -> list[int]:
-    """Ports that nobody listened on a moment ago, all different. Raises ConfigError when `host` is not ours."""
-    sockets = [_bind(host, 0, "--node-host") for _ in range(num)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
+    """Ports that nobody listened on a moment ago, all different. Raises ConfigError when `host` is not ours.
+
+    None of those that systems give to outgoing connections: one may be taken between this look and the listening.
+    """
+    _bind(host, 0, "--node-host").close()
+    ports: list[int] = []
+    for port in random.sample(_NODE_PORTS, len(_NODE_PORTS)):
+        if len(ports) == num:
+            break
+        with suppress(ConfigError), _bind(host, port, "--node-host"):
+            ports.append(port)
     return ports
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.local.plan import free_ports
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 
 START_TIMEOUT_S = 180.0
@@ -33,10 +33,8 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    (port,) = free_ports("127.0.0.1", 1)
+    return port
 
 
 def redis_binary() -> str:
