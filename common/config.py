@@ -50,6 +50,10 @@ class ClusterConfig(Section):
     namespace: str = Field("kvferry", description="prefix of this cluster's keys in Redis")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+    fail_points: str | None = Field(
+        None, description="tests only: what goes wrong where, e.g. index.lookup=delay:0.3:50 (common/fail_points.py)"
+    )
+    fail_points_seed: int = Field(0, description="tests only: seed of the fail points' dice")
 
 
 class EngineConfig(Section):
@@ -76,6 +80,9 @@ class EngineConfig(Section):
     )
     max_num_preemptions: int = Field(4, ge=1, description="times that one sequence may lose its blocks to others")
     enable_prefix_caching: bool = True
+    batch_invariant: bool = Field(
+        False, description="on GPU: the same bits whatever runs beside a request (on CPU in float32 always so)"
+    )
     num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
 
 

@@ -13,6 +13,7 @@ Knows nothing of HTTP frameworks or gRPC: the tables in `services/rpc/errors.py`
     │   ├── Draining              503
     │   ├── LeaseExpired          503
     │   ├── TransferFailed        503
+    │   │   └── BlockCorrupt      503
     │   └── IndexUnavailable      503  (never reaches a client: the index is a hint)
     ├── DeadlineExceeded          504
     ├── Cancelled                 499  the client left
@@ -94,6 +95,10 @@ class LeaseExpired(Unavailable):
 
 class TransferFailed(Unavailable):
     code = "transfer_failed"
+
+
+class BlockCorrupt(TransferFailed):
+    code = "block_corrupt"
 
 
 class IndexUnavailable(Unavailable):

@@ -1,7 +1,8 @@
 """The public entry of every op: its contract, its checks, and which kernel serves the device.
 
 Promise of all of them on CPU in float32: a row of the result has the same bits whatever other rows are in the call,
-whichever row it is, and with any number of threads. Knows nothing of the rest of kvferry.
+whichever row it is, and with any number of threads. On a GPU the kernels of `kernels/triton` promise it in every dtype;
+dense layers only if packed so. Triton is imported when first needed. Knows nothing of the rest of kvferry.
 
 The pool of KV blocks is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; index 0 of the
 third dimension holds keys, 1 holds values. Slots that were never written may hold anything, NaN included.
@@ -9,8 +10,10 @@ third dimension holds keys, 1 holds values. Slots that were never written may ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,27 +24,45 @@ from kvferry.kernels.cpu import elementwise as cpu_elementwise
 from kvferry.kernels.cpu import numerics as cpu_numerics
 from kvferry.kernels.cpu.dense import PackedLinear
 
+if TYPE_CHECKING:
+    from kvferry.kernels.triton import attention as gpu_attention_types
 
-def numerics_id(device: torch.device, dtype: torch.dtype) -> str:
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def numerics_id(device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> str:
     """Names the bits that these ops compute here: nodes with the same id and model compute the same bits.
 
-    Equal in every process on one machine, whatever the number of threads. On other devices than the CPU it names the
-    device and torch only: no kernel there is batch-invariant yet.
+    Equal in every process on one machine, whatever the number of threads. `batch_invariant`: as layers are packed.
     """
     if device.type == "cpu":
         return cpu_numerics.numerics_id(dtype)
     name = torch.cuda.get_device_name(device).replace(" ", "_") if device.type == "cuda" else device.type
-    return f"{name}-{str(dtype).removeprefix('torch.')}-torch{torch.__version__}"
+    found = f"{name}-{str(dtype).removeprefix('torch.')}-torch{torch.__version__}"
+    if not _is_on_gpu(device, dtype):
+        return found
+    from kvferry.kernels.triton import numerics as gpu_numerics
+
+    return f"{found}-{gpu_numerics.numerics_id(dtype, batch_invariant)}"
 
 
 def _is_compiled(x: torch.Tensor) -> bool:
-    """Whether `kernels/cpu` serves tensors like `x`; the reference serves the others."""
+    """Whether `kernels/cpu` serves tensors like `x`."""
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
-def is_batch_invariant(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the promise above is in force: a row's bits depend on that row alone."""
-    return device.type == "cpu" and dtype is torch.float32
+def _is_gpu(x: torch.Tensor) -> bool:
+    """Whether `kernels/triton` serves tensors like `x`; the reference serves what no kernel does."""
+    return _is_on_gpu(x.device, x.dtype)
+
+
+def _is_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16) and _HAS_TRITON
+
+
+def is_batch_invariant(device: torch.device, dtype: torch.dtype, wanted: bool = False) -> bool:
+    """Whether the promise above is in force: a row's bits depend on that row alone. `wanted`: as layers are packed."""
+    return (device.type == "cpu" and dtype is torch.float32) or (wanted and _is_on_gpu(device, dtype))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,6 +72,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if _is_compiled(x):
         _check_memory(torch.float32, weight)
         return cpu_elementwise.add_rms_norm(x.contiguous(), None, weight, eps)
+    if _is_gpu(x):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        _check_memory(x.dtype, weight)
+        return gpu_elementwise.add_rms_norm(x.contiguous(), None, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -61,6 +87,11 @@ def add_rms_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps
     if _is_compiled(x):
         _check_memory(torch.float32, x, other, weight)
         return cpu_elementwise.add_rms_norm(x, other, weight, eps)
+    if _is_gpu(x):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        _check_memory(x.dtype, x, other, weight)
+        return gpu_elementwise.add_rms_norm(x, other, weight, eps)
     return reference.rms_norm(x.add_(other), weight, eps)
 
 
@@ -68,6 +99,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gate_up` [num_tokens, 2 * width], gates first -> [num_tokens, width]."""
     if _is_compiled(gate_up):
         return cpu_elementwise.silu_and_mul(gate_up.contiguous())
+    if _is_gpu(gate_up):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        return gpu_elementwise.silu_and_mul(gate_up.contiguous())
     return reference.silu_and_mul(gate_up)
 
 
@@ -98,6 +133,14 @@ def rotary_and_write_kv(
         _check_memory(torch.float32, qkv, cos_sin, kv_cache, q_norm, k_norm)
         _check_memory(torch.int64, slot_mapping)
         return cpu_elementwise.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
+    if _is_gpu(qkv) and _is_gpu(kv_cache):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        _check_memory(qkv.dtype, qkv, q_norm, k_norm)
+        _check_memory(kv_cache.dtype, kv_cache)
+        _check_memory(torch.float32, cos_sin)
+        _check_memory(torch.int64, slot_mapping)
+        return gpu_elementwise.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
     return reference.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
 
 
@@ -112,7 +155,7 @@ def _check_memory(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
 
 
 class TorchLinear:
-    """`x @ weight.T + bias` by torch's own kernel, on devices where we have no other."""
+    """`x @ weight.T + bias` by torch's own kernel."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
@@ -121,14 +164,19 @@ class TorchLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-Linear = PackedLinear | TorchLinear
+Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant: bool = False) -> Linear:
     """A dense layer that maps [num_tokens, width] to [num_tokens, out]; `weight` is [out, width], `bias` [out].
 
-    The arguments are not kept on CPU, where weights are repacked: the caller may free them.
+    `batch_invariant` chooses on a GPU between our kernel and torch's. The arguments are not kept on CPU, where weights
+    are repacked: the caller may free them.
     """
+    if batch_invariant and _is_gpu(weight):
+        from kvferry.kernels.triton.dense import InvariantLinear
+
+        return InvariantLinear(weight, bias)
     return PackedLinear(weight, bias) if weight.device.type == "cpu" else TorchLinear(weight, bias)
 
 
@@ -140,14 +188,20 @@ class AttentionPlan:
     query_starts: tuple[int, ...]  # num_seqs + 1
     context_lens: tuple[int, ...]  # num_seqs
     cpu: cpu_attention.AttentionPlan | None
+    gpu: gpu_attention_types.AttentionPlan | None
 
 
 def plan_attention(
-    kv_cache: torch.Tensor, block_tables: torch.Tensor, query_starts: Sequence[int], context_lens: Sequence[int]
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    num_heads: int | None = None,
 ) -> AttentionPlan:
     """Sequence i owns query rows `[query_starts[i], query_starts[i + 1])`, at positions from `context_lens[i]` on.
 
-    Row j of a sequence sees its positions `[0, context_lens[i] + j]`, found through `block_tables[i]`.
+    Row j of a sequence sees its positions `[0, context_lens[i] + j]`, found through `block_tables[i]`. Without
+    `num_heads` of the queries no kernel for GPUs is planned, and the reference serves.
     """
     num_seqs = len(context_lens)
     if len(query_starts) != num_seqs + 1 or len(block_tables) != num_seqs:
@@ -159,7 +213,12 @@ def plan_attention(
         if context_len + query_starts[i + 1] - query_starts[i] > num_slots:
             raise ValueError(f"sequence {i} ends past the {num_slots} positions of its block table")
     cpu = cpu_attention.plan_attention(block_tables, query_starts, context_lens) if _is_compiled(kv_cache) else None
-    return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu)
+    gpu = None
+    if num_heads is not None and _is_gpu(kv_cache):
+        from kvferry.kernels.triton import attention as gpu_attention
+
+        gpu = gpu_attention.plan_attention(kv_cache, block_tables, query_starts, context_lens, num_heads)
+    return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu, gpu)
 
 
 def paged_attention(
@@ -177,6 +236,13 @@ def paged_attention(
             query = query.float().contiguous()
         _check_memory(torch.float32, kv_cache)
         return cpu_attention.paged_attention(query, kv_cache, layer, plan.cpu, scale)
+    if plan.gpu is not None:
+        from kvferry.kernels.triton import attention as gpu_attention
+
+        if query.stride()[1:] != (query.shape[2], 1):
+            query = query.contiguous()
+        _check_memory(kv_cache.dtype, kv_cache)
+        return gpu_attention.paged_attention(query, kv_cache, layer, plan.gpu, scale)
     return reference.paged_attention(
         query, kv_cache, layer, plan.block_tables, plan.query_starts, plan.context_lens, scale
     )
@@ -187,9 +253,48 @@ def filter_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
 
     `top_k` [n] int64 (0: off), `top_p` and `min_p` [n] (1 and 0: off). The most likely token always stays.
     """
+    if _is_gpu(probs) and probs.dtype == torch.float32:
+        from kvferry.kernels.triton import sampling as gpu_sampling
+
+        return gpu_sampling.filter_tokens(probs, top_k, top_p, min_p)
     return reference.filter_tokens(probs, top_k, top_p, min_p)
 
 
 def draw_tokens(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One token per row of `probs` [n, vocab] (any positive sum), by `uniform` [n] float64 in [0, 1) -> [n] int64."""
+    if _is_gpu(probs) and probs.dtype == torch.float32:
+        from kvferry.kernels.triton import sampling as gpu_sampling
+
+        return gpu_sampling.draw_tokens(probs, uniform)
     return reference.draw_tokens(probs, uniform)
+
+
+def gather_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """Whole blocks out of the pool: `block_ids` [n] int64 -> [n, ...]."""
+    if _is_gpu(kv_cache):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        _check_memory(torch.int64, block_ids)
+        return gpu_elementwise.gather_blocks(kv_cache, block_ids)
+    return reference.gather_blocks(kv_cache, block_ids)
+
+
+def scatter_blocks(blocks: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """`blocks` [n, ...] contiguous into the pool's blocks `block_ids` [n] int64, no two of which are alike."""
+    if _is_gpu(kv_cache):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        _check_memory(kv_cache.dtype, blocks)
+        _check_memory(torch.int64, block_ids)
+        return gpu_elementwise.scatter_blocks(blocks, kv_cache, block_ids)
+    return reference.scatter_blocks(blocks, kv_cache, block_ids)
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copies blocks inside the pool one after the other: a target may be the source of a later copy."""
+    if sources and _is_gpu(kv_cache) and set(sources).isdisjoint(targets):
+        from kvferry.kernels.triton import elementwise as gpu_elementwise
+
+        ids = torch.tensor([sources, targets]).to(kv_cache.device)
+        return gpu_elementwise.copy_blocks(kv_cache, ids[0], ids[1])
+    return reference.copy_blocks(kv_cache, sources, targets)

@@ -155,3 +155,16 @@ def draw_tokens(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = mass[:, -1:]
     goal = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(mass, goal, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+
+
+def gather_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    return kv_cache[block_ids]
+
+
+def scatter_blocks(blocks: torch.Tensor, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
+    kv_cache[block_ids] = blocks
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        kv_cache[target] = kv_cache[source]

@@ -261,8 +261,10 @@ class PrefillReply(_message.Message):
     def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., filled: _Optional[_Union[BlocksFilled, _Mapping]] = ..., computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ..., renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ...) -> None: ...
 
 class LeaseRenewed(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("num_replies",)
+    NUM_REPLIES_FIELD_NUMBER: _ClassVar[int]
+    num_replies: int
+    def __init__(self, num_replies: _Optional[int] = ...) -> None: ...
 
 class PrefillAccepted(_message.Message):
     __slots__ = ("lease_id", "instance_id", "num_blocks")
@@ -367,12 +369,12 @@ class ReadRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockData(_message.Message):
-    __slots__ = ("data", "crc32")
+    __slots__ = ("data", "checksums")
     DATA_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    crc32: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, data: _Optional[bytes] = ..., crc32: _Optional[_Iterable[int]] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, data: _Optional[bytes] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

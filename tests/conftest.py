@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,13 @@ import pytest
 from kvferry.common.cores import NODE_ENVIRON
 
 os.environ.update(NODE_ENVIRON | os.environ)  # before anything imports torch
+
+if find_spec("triton") and not Path("/dev/nvidiactl").exists():
+    # Triton's own functions are made for its interpreter, or for a GPU, when they are imported, and torch may import
+    # them at any time. Kept from child processes.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.experimental.gluon")  # and triton itself
+    del os.environ["TRITON_INTERPRET"]
 
 from tests.tiny_model import TinyShape, write_tiny_model
 

@@ -63,7 +63,7 @@ class DecodeService(pb_grpc.DecodeServicer):
     # ---- gateway side
 
     async def Session(self, _requests: Any, context: Stream) -> None:  # noqa: N802
-        session = GatewaySession()
+        session = GatewaySession(self._node.fail_points)
         self._sessions.add(session)
         await context.write(pb.SessionReply(welcome=pb.Welcome(instance_id=self._node.instance_id)))
         writer = asyncio.create_task(session.write_forever(context))
@@ -229,7 +229,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         """True when one candidate delivered everything. Raises BadRequest when one refuses the prompt itself."""
         node = self._node.config.node
         timeouts = Timeouts(total_s=node.prefill_timeout_s, silence_s=node.peer_timeout_s, renew_s=node.lease_renew_s)
-        remote = RemotePrefill(loaded.puller, loaded.card, timeouts)
+        remote = RemotePrefill(loaded.puller, loaded.card, timeouts, self._node.fail_points)
         for candidate in request.spec.prefill:
             try:
                 request.received = await remote.receive_blocks(candidate, wanted)

@@ -7,6 +7,7 @@ import itertools
 
 import grpc
 
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.requests import RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_to_pb
@@ -19,7 +20,8 @@ _serial = itertools.count()
 class GatewaySession:
     """Outputs wait here while the stream is busy; they are bounded by what the running requests may produce."""
 
-    def __init__(self) -> None:
+    def __init__(self, fail_points: FailPoints | None = None) -> None:
+        self._fail_points = fail_points or FailPoints()
         self.number = next(_serial)
         self._pending: list[pb.Output] = []
         self._ready = asyncio.Event()
@@ -40,6 +42,7 @@ class GatewaySession:
             await self._ready.wait()
             self._ready.clear()
             if self._pending:
+                await self._fail_points.copies("rpc.decode.outputs")
                 batch, self._pending = self._pending, []
                 await context.write(pb.SessionReply(outputs=pb.StepOutputs(outputs=batch)))
             if self._closing and not self._pending:

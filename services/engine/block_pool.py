@@ -158,9 +158,11 @@ class BlockPool:
 
     # ---- leases
 
-    def pin(self, block_ids: Iterable[int]) -> None:
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """All or none."""
         for i in block_ids:
             assert self._blocks[i].account is not Account.FREE, f"block {i} is free and cannot be leased"
+        for i in block_ids:
             self._blocks[i].num_pins += 1
             self._settle(i)
 

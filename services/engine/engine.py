@@ -228,7 +228,10 @@ class Engine:
             self._beams.drop_all(group)
         else:
             report.failed.extend(FailedOutput(one.key, failure) for one in ones if one.key not in self._closing)
-            self._drop(ones[0])
+            if ones[0].sampling is None:  # what it has reported may be about to be pinned: it keeps that until closed
+                self.scheduler.hold(ones[0])
+            else:
+                self._drop(ones[0])
 
     def _book_blocks(self, seq: Seq, report: StepReport) -> None:
         if complete := seq.num_uncomputed_tokens == 0:

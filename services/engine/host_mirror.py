@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from kvferry.kernels import ops
 from kvferry.services.engine.schedule import Scheduled
 
 
@@ -30,13 +31,13 @@ class HostMirror:
         """Host to device: what peers' blocks were copied into."""
         if block_ids:
             rows = torch.tensor(block_ids)
-            self._pool.index_copy_(0, rows.to(self._pool.device), self._host[rows].to(self._pool.device))
+            ops.scatter_blocks(self._host[rows].to(self._pool.device), self._pool, rows.to(self._pool.device))
 
     def copy_down(self, block_ids: Sequence[int]) -> None:
         """Device to host: what was filled."""
         if block_ids:
             rows = torch.tensor(block_ids)
-            self._host.index_copy_(0, rows, self._pool[rows.to(self._pool.device)].to(self._host.device))
+            self._host[rows] = ops.gather_blocks(self._pool, rows.to(self._pool.device)).to(self._host.device)
 
 
 def filled_blocks(rows: Iterable[Scheduled]) -> list[int]:

@@ -25,7 +25,9 @@ Shape = tuple[int, ...]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaModel:
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", batch_invariant: bool = False
+) -> LlamaModel:
     """Raises ModelLoadError that names what is wrong with the folder, its config or its tensors."""
     config = ModelConfig.from_folder(folder)
     files = Safetensors(folder)
@@ -41,7 +43,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     def linear(prefix: str, names: tuple[str, ...], has_bias: bool) -> ops.Linear:
         weight = torch.cat([read(f"{prefix}.{name}.weight") for name in names])
         bias = torch.cat([read(f"{prefix}.{name}.bias") for name in names]) if has_bias else None
-        return ops.pack_linear(weight, bias)
+        return ops.pack_linear(weight, bias, batch_invariant)
 
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -60,7 +62,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
         embedding=read(EMBEDDING),
         layers=tuple(layer(f"model.layers.{i}") for i in range(config.num_layers)),
         final_norm=own("model.norm.weight"),
-        head=ops.pack_linear(read(EMBEDDING if config.tied_head else HEAD)),
+        head=ops.pack_linear(read(EMBEDDING if config.tied_head else HEAD), None, batch_invariant),
     )
     _return_freed_memory()
     return LlamaModel(config, weights)
@@ -95,14 +97,14 @@ def model_fingerprint(folder: Path, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def numerics_id(device: torch.device | str, dtype: torch.dtype) -> str:
+def numerics_id(device: torch.device | str, dtype: torch.dtype, batch_invariant: bool = False) -> str:
     """What a node's bits depend on besides the model; equal in every process of a machine, whatever its threads."""
-    return ops.numerics_id(torch.device(device), dtype)
+    return ops.numerics_id(torch.device(device), dtype, batch_invariant)
 
 
-def is_batch_invariant(device: torch.device, dtype: torch.dtype) -> bool:
+def is_batch_invariant(device: torch.device, dtype: torch.dtype, wanted: bool = False) -> bool:
     """Whether what runs beside a request cannot change its bits, on this device in this dtype."""
-    return ops.is_batch_invariant(device, dtype)
+    return ops.is_batch_invariant(device, dtype, wanted)
 
 
 class Safetensors:

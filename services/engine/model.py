@@ -63,7 +63,9 @@ class LlamaModel:
         """
         config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
         cos_sin = self._rope_table[batch.positions]  # [num_tokens, head_dim]
-        plan = ops.plan_attention(kv_cache, batch.block_tables, batch.query_starts, batch.context_lens)
+        plan = ops.plan_attention(
+            kv_cache, batch.block_tables, batch.query_starts, batch.context_lens, config.num_heads
+        )
         hidden = F.embedding(batch.token_ids, weights.embedding)  # [num_tokens, hidden_size]
         normed = ops.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):

@@ -61,7 +61,7 @@ class AdmittedOutput:
 
 @dataclass(frozen=True, slots=True)
 class FailedOutput:
-    """The sequence is closed by a failure of the engine."""
+    """The sequence is ended by a failure of the engine, and closed, too, unless it is compute-only."""
 
     key: str
     error: KvferryError

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvferry.common.requests import SamplingParams
+from kvferry.kernels import ops
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.grammar import Mask, MaskWorker
 from kvferry.services.engine.host_mirror import HostMirror, filled_blocks
@@ -73,8 +74,8 @@ class TorchRunner:
     def execute(self, schedule: Schedule) -> list[SampledToken]:
         if self.mirror is not None:
             self.mirror.copy_up(schedule.arrived)
-        for copy in schedule.copies:
-            self.kv_cache[copy.target] = self.kv_cache[copy.source]
+        copies = schedule.copies
+        ops.copy_blocks(self.kv_cache, [copy.source for copy in copies], [copy.target for copy in copies])
         sampling = [row.sequence for row in schedule.rows if row.samples]
         ones = [(seq, one) for seq in sampling for one in (seq, *seq.branches)]
         masks = self._masks.begin(

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 import kvferry
 from kvferry.common.config import Config
 from kvferry.common.errors import ConfigError, Draining, IndexUnavailable
+from kvferry.common.fail_points import FailPoints
+from kvferry.common.fault_metrics import FaultCollector
 from kvferry.common.log import setup_logging
 from kvferry.common.models import resolve_model
 from kvferry.services.gateway import errors, server
@@ -27,6 +29,7 @@ from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
 from kvferry.services.index.base import PrefixIndex
+from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
 
 log = logging.getLogger("kvferry.gateway")
@@ -115,10 +118,12 @@ async def serve(config: Config) -> None:
         folder = await asyncio.to_thread(resolve_model, config.cluster.model, weights=False)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         defaults = GenerationConfig.load(folder) if config.gateway.generation_config == "auto" else None
+        fail_points = FailPoints(config.cluster.fail_points or "", config.cluster.fail_points_seed)
         index = open_index(config.cluster.redis_url, config.cluster.namespace)
         try:
             await _check_reachable(index, config.cluster.redis_url)
-            gateway = Gateway(config, index, tokenizer, defaults=defaults)
+            gateway = Gateway(config, with_faults(index, fail_points), tokenizer, defaults=defaults)
+            gateway.metrics.registry.register(FaultCollector(fail_points))
             host, port = listener.getsockname()[:2]
             await server.serve(
                 gateway.app,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
 from kvferry.common.config import Config
 from kvferry.common.errors import Draining, Unavailable
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import LayoutCard, Role
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars
@@ -31,6 +32,7 @@ class LoadedNode:
     puller: Puller
     metrics: NodeMetrics
     grammars: Grammars
+    batch_invariant: bool
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class NodeContext:
     node_id: str
     instance_id: str
     draining: bool = False
+    fail_points: FailPoints = field(default_factory=FailPoints)
     loaded: LoadedNode | None = None
 
     def require_loaded(self) -> LoadedNode:

@@ -52,7 +52,7 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     folder = resolve_model(config.cluster.model)
     log.info("loading %s", folder)
     device = _device(config.engine.device)
-    model = load_model(folder, _DTYPE, device)
+    model = load_model(folder, _DTYPE, device, config.engine.batch_invariant)
     card = _card(folder, model.config, config.engine, device)
     num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
@@ -87,7 +87,7 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         torch.get_num_threads(),
     )
     grammars = Grammars(folder, model.config.vocab_size, eos)
-    invariant = is_batch_invariant(device, _DTYPE)
+    invariant = is_batch_invariant(device, _DTYPE, config.engine.batch_invariant)
     log.info("batch invariance is %s, numerics %s", "in force" if invariant else "NOT in force", card.numerics_id)
     return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars, invariant)
 
@@ -95,7 +95,7 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
 def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:
     return LayoutCard(
         model_fingerprint=model_fingerprint(folder, _DTYPE),
-        numerics_id=numerics_id(device, _DTYPE),
+        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant),
         dtype=str(_DTYPE).removeprefix("torch."),
         block_size=engine.block_size,
         num_layers=model.num_layers,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.common.nodes import NodeLoad
+from kvferry.common.fail_points import FailPoints
+from kvferry.common.fault_metrics import FaultCollector
+from kvferry.common.nodes import LayoutCard, NodeLoad
 from kvferry.services.engine.outputs import StepReport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -45,10 +47,21 @@ class _LoadCollector(Collector):
         yield blocks
 
 
+def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
+    """Labels of `kvferry:engine_info`."""
+    return {
+        "batch_invariant": str(batch_invariant).lower(),
+        "numerics_id": card.numerics_id,
+        "dtype": card.dtype,
+        "block_size": str(card.block_size),
+    }
+
+
 class NodeMetrics:
-    def __init__(self, load: Callable[[], NodeLoad]) -> None:
+    def __init__(self, load: Callable[[], NodeLoad], fail_points: FailPoints | None = None) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadCollector(load))
+        self.registry.register(FaultCollector(fail_points or FailPoints()))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvferry:{name}", text, labels, registry=self.registry)
@@ -56,6 +69,7 @@ class NodeMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"kvferry:{name}", text, labels, buckets=buckets, registry=self.registry)
 
+        self.engine_info = Info("kvferry:engine", "What this node computes with.", registry=self.registry)
         self.generation_tokens = counter("generation_tokens", "Tokens produced.")
         self.prompt_tokens = counter(
             "prompt_tokens_by_source", "Prompt tokens: computed here, found in the cache here, received.", "source"

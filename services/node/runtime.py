@@ -22,17 +22,19 @@ from prometheus_client import start_http_server
 
 from kvferry.common.config import Config
 from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.log import setup_logging
 from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.engine.loop import EngineLoop
 from kvferry.services.engine.outputs import StepReport
+from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
 from kvferry.services.node.context import LoadedNode, NodeContext, NodeService
 from kvferry.services.node.engine_factory import build_engine
 from kvferry.services.node.membership import Membership
-from kvferry.services.node.metrics import NodeMetrics
+from kvferry.services.node.metrics import NodeMetrics, engine_info
 from kvferry.services.rpc.aio import Server
 from kvferry.services.rpc.errors import to_status
 from kvferry.services.transfer.lease import LeaseTable
@@ -62,10 +64,11 @@ class NodeRuntime(pb_grpc.NodeServicer):
             raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
         node_id = config.node.node_id or f"{role}-{config.node.node_port or secrets.token_hex(3)}"
         self.config = config
-        self.context = NodeContext(config, role, node_id, secrets.token_hex(8))
+        fail_points = FailPoints(config.cluster.fail_points or "", config.cluster.fail_points_seed)
+        self.context = NodeContext(config, role, node_id, secrets.token_hex(8), fail_points=fail_points)
         self.service = make_service(self.context)
-        self.blocks = BlocksServicer(self.context.instance_id)
-        index = open_index(config.cluster.redis_url, config.cluster.namespace)
+        self.blocks = BlocksServicer(self.context.instance_id, fail_points)
+        index = with_faults(open_index(config.cluster.redis_url, config.cluster.namespace), fail_points)
         self.membership = Membership(index, config.node.heartbeat_s, config.node.node_ttl_s)
         self.address = self.metrics_address = ""
         self._loop = asyncio.get_running_loop()
@@ -124,6 +127,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             model=self.config.served_model,
             card=loaded.card,
             max_model_len=loaded.max_model_len,
+            batch_invariant=loaded.batch_invariant,
             metrics_address=self.metrics_address,
             state=NodeState.DRAINING if self.context.draining else NodeState.READY,
             load=self._node_load(),
@@ -153,8 +157,16 @@ class NodeRuntime(pb_grpc.NodeServicer):
         stack.callback(self.blocks.close)
         leases = LeaseTable(built.engine.pin, built.engine.unpin, lease_s=node.lease_s)
         self.blocks.serve(built.card, built.segment, leases, node.transports)
-        puller = Puller(built.card, instance_id, built.segment, node.transports, timeout_s=node.peer_timeout_s)
-        metrics = NodeMetrics(self._node_load)
+        puller = Puller(
+            built.card,
+            instance_id,
+            built.segment,
+            node.transports,
+            timeout_s=node.peer_timeout_s,
+            fail_points=self.context.fail_points,
+        )
+        metrics = NodeMetrics(self._node_load, self.context.fail_points)
+        metrics.engine_info.info(engine_info(built.card, built.batch_invariant))
         self.context.loaded = LoadedNode(
             engine=built.engine,
             card=built.card,
@@ -164,6 +176,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             puller=puller,
             metrics=metrics,
             grammars=built.grammars,
+            batch_invariant=built.batch_invariant,
         )
         engine_loop = EngineLoop(built.engine, self._fail)
         engine_loop.start()

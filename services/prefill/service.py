@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from kvferry.common.config import Config
-from kvferry.common.errors import BadRequest, Draining, KvferryError, LeaseExpired
+from kvferry.common.errors import BadRequest, Draining, KvferryError, LeaseExpired, TransferFailed
 from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
 from kvferry.proto import kvferry_pb2 as pb
@@ -26,6 +26,7 @@ from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.runtime import run_node
 from kvferry.services.rpc.convert import card_from_pb
 from kvferry.services.rpc.errors import detail_to_pb
+from kvferry.services.transfer.protocol import OwnerSide, OwnerState
 
 log = logging.getLogger("kvferry.prefill")
 
@@ -72,7 +73,7 @@ class PrefillService(pb_grpc.PrefillServicer):
         try:
             request = await context.read()
             if not isinstance(request, pb.PrefillRequest) or not request.HasField("start"):
-                raise BadRequest("the first message of Prefill.Run must be `start`")
+                raise TransferFailed("the first message of Prefill.Run must be `start`")
             run = self._open(self._node.require_open(), request.start)
         except KvferryError as exc:
             await context.write(pb.PrefillReply(error=detail_to_pb(exc)))
@@ -83,7 +84,7 @@ class PrefillService(pb_grpc.PrefillServicer):
         except KvferryError as exc:
             await context.write(pb.PrefillReply(error=detail_to_pb(exc)))
         finally:
-            del self._runs[run.seq.key], self._by_lease[run.lease_id]
+            del self._runs[run.seq.key], self._by_lease[run.side.lease_id]
             run.end()
             reader.cancel()
 
@@ -92,7 +93,7 @@ class PrefillService(pb_grpc.PrefillServicer):
         size = loaded.card.block_size
         num_blocks = (len(start.prompt_token_ids) - 1) // size
         if num_blocks <= start.first_block:
-            raise BadRequest(
+            raise TransferFailed(
                 f"nothing to prefill: {len(start.prompt_token_ids)} prompt tokens have {num_blocks} full blocks of "
                 f"{size} before the last one, the reader holds {start.first_block}"
             )
@@ -108,36 +109,31 @@ class PrefillService(pb_grpc.PrefillServicer):
             sampling=None,
             priority=start.priority if self._node.config.engine.scheduling_policy == "priority" else 0,
         )
-        run = _Run(loaded, self._node.instance_id, seq, start.first_block)
         loaded.engine.submit(seq)
-        run.lease_id = loaded.leases.open(start.request_id).lease_id
-        self._runs[seq.key] = self._by_lease[run.lease_id] = run
+        run = _Run(loaded, self._node, seq, OwnerSide(loaded.leases, start.request_id, start.first_block))
+        self._runs[seq.key] = self._by_lease[run.side.lease_id] = run
         return run
 
 
 class _Run:
     """One prompt being computed for one reader."""
 
-    def __init__(self, loaded: LoadedNode, instance_id: str, seq: Sequence, first_block: int) -> None:
+    def __init__(self, loaded: LoadedNode, node: NodeContext, seq: Sequence, side: OwnerSide) -> None:
         self.seq = seq
+        self.side = side
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.lease_id = ""
         self._loaded = loaded
-        self._instance_id = instance_id
-        self._num_blocks = len(seq.token_ids) // seq.block_size
-        self._num_pinned = 0
-        self._num_reported = first_block
-        self._done = False
+        self._node = node
+        self._num_replies = 0
 
     async def serve(self, context: Stream) -> None:
         """Returns when the reader has released the lease or is gone; raises what ends the run otherwise."""
-        await context.write(
-            pb.PrefillReply(
-                accepted=pb.PrefillAccepted(
-                    lease_id=self.lease_id, instance_id=self._instance_id, num_blocks=self._num_blocks
-                )
-            )
+        accepted = pb.PrefillAccepted(
+            lease_id=self.side.lease_id,
+            instance_id=self._node.instance_id,
+            num_blocks=len(self.seq.token_ids) // self.seq.block_size,
         )
+        await self._write(context, pb.PrefillReply(accepted=accepted))
         while (event := await self.events.get()) is not None:
             if isinstance(event, KvferryError):
                 raise event
@@ -146,31 +142,34 @@ class _Run:
             if isinstance(event, BlocksOutput):
                 await self._offer(context, event)
             elif event.HasField("renew"):
-                self._loaded.leases.renew(self.lease_id)
-                await context.write(pb.PrefillReply(renewed=pb.LeaseRenewed()))
+                self.side.renew()
+                renewed = pb.LeaseRenewed(num_replies=self._num_replies)
+                await self._write(context, pb.PrefillReply(renewed=renewed))
             elif event.HasField("release"):
-                valid = self._loaded.leases.release(self.lease_id)
-                await context.write(pb.PrefillReply(released=pb.LeaseReleased(valid=valid)))
+                released = pb.LeaseReleased(valid=self.side.release())
+                await self._write(context, pb.PrefillReply(released=released))
                 return
 
     def end(self) -> None:
         """Gives everything back, at whatever stage. The engine frees blocks of a running step right after it."""
-        self._loaded.leases.release(self.lease_id)
+        done = self.side.state in (OwnerState.COMPUTED, OwnerState.RELEASED)
+        self.side.end()
         self._loaded.engine.close(self.seq.key)
-        self._loaded.metrics.requests.labels("stop" if self._done else "abort").inc()
+        self._loaded.metrics.requests.labels("stop" if done else "abort").inc()
 
     async def _offer(self, context: Stream, blocks: BlocksOutput) -> None:
-        """Pins what is new under the lease, from block 0 so that no parent is evicted before its child; reports it."""
-        self._loaded.leases.extend(self.lease_id, blocks.block_ids[self._num_pinned :])
-        self._num_pinned = len(blocks.block_ids)
-        if new := blocks.block_ids[self._num_reported :]:
-            filled = pb.BlocksFilled(first=self._num_reported, block_ids=new)
-            self._num_reported += len(new)
-            await context.write(pb.PrefillReply(filled=filled))
+        if (offer := self.side.filled(blocks.block_ids, complete=blocks.complete)) is not None:
+            filled = pb.BlocksFilled(first=offer.first, block_ids=offer.block_ids)
+            await self._write(context, pb.PrefillReply(filled=filled))
         if blocks.complete:
-            self._done = True
             self._loaded.engine.close(self.seq.key)
-            await context.write(pb.PrefillReply(computed=self._computed(blocks)))
+            await self._write(context, pb.PrefillReply(computed=self._computed(blocks)))
+
+    async def _write(self, context: Stream, reply: pb.PrefillReply) -> None:
+        point = "transfer.lease.released" if reply.HasField("released") else "rpc.prefill.reply"
+        self._num_replies += 1
+        for _ in range(await self._node.fail_points.copies(point)):
+            await context.write(reply)
 
     def _computed(self, blocks: BlocksOutput) -> pb.PrefillComputed:
         computed = len(self.seq.token_ids) - blocks.cached_tokens

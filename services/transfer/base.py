@@ -1,33 +1,42 @@
 """How blocks cross from the node that filled them (owner) to the node that will use them (reader).
 
 A block is *pulled* by its reader under a lease of its owner. It knows nothing of tokens, prompts or names: block ids
-of two pools, bytes, and leases. One block, seen from both sides; each arrow says who takes the step:
+of two pools, bytes, and leases. One hand-over, seen from both sides. Capitals are the states of `protocol.py`, small
+letters those of a block on its way; the arrows say who takes the step, and messages of the wire stand in «»:
 
-      owner's pool                                         reader's pool
+   OwnerSide, its lease                                    ReaderSide, its blocks in account *incoming*
 
-      allocated                                            allocated, account *incoming*
-          │ engine computes it                                 ║
-       filled ── abort ─────────────► freed                    ║
-          │ LeaseTable.extend (pins)                           ║
-       offered ── release, stream broken ──► released          ║
-          │   └── deadline passed (expire_due) ──► released    ║
-          │                                                    ║
-          └───────────── Transport.pull copies ─────────────► pulled
-                                                               │  └── error, cancel ─► dropped (after the last write)
-       released ◄──────── "I have copied" ──────────────────── ┤
-          │ LeaseTable.release: valid throughout?              │
-          └───────────── yes ───────────────────────────────► confirmed
-                         no, no answer ─► dropped              │
-                                                            verified: the checksum of each block, checked in `pull`
-                                                               │        by transports that cross a machine
-                                                            adopted: it has a sequence, later a name
-                                                               │
-                                                            released to the cache or the free list
+   allocated   for the whole prompt ◄──── «start» ──────── allocated   for the whole prompt
+       │                                                   ASKED
+   COMPUTING ───────────────────────── «accepted» ───────► PULLING
+       │ a chunk is computed                                   │
+     filled                                                    │
+       │ LeaseTable.extend pins                                │
+     offered ────────────────────────── «filled» ────────────► │ next in turn? else ─► DROPPED
+       │                                                       │ Transport.pull copies what is offered
+       │                                                     pulled
+       │                                                       │ checksum right, if the transport crosses a machine?
+       │                                                       │ else ─► DROPPED
+   COMPUTED  all are offered ────────── «computed» ──────►  verified
+       │                                                       │ all offered and copied? else ─► DROPPED
+       │   ◄──────── «release» "I have copied" ────────── CONFIRMING
+       │ LeaseTable.release: valid throughout?                 │
+   RELEASED ───────────────────────── «released» yes ────► CONFIRMED
+                                               no ───────► DROPPED
+                                                            adopted    has a sequence, then a name
+                                                            released   to the cache or the free list
 
+   from COMPUTING or COMPUTED to ABORTED (pins given back, the sequence closed), whichever comes first:
+       the stream breaks or is cancelled · the lease's deadline passes (expire_due) · computing fails · the node drains
+   from ASKED, PULLING or CONFIRMING to DROPPED (its blocks stay *incoming* until the last write is over):
+       an error reply · the stream ends · silence · fewer replies than «renewed» tells of · a failed pull · a cancel
+       and then the next candidate is asked, and after the last one the prompt is computed here, into the same blocks
+
+- «renew» may be sent at any time until «release»; it starts the lease's time anew, or comes too late and aborts.
 - Only the reader writes its pool, and `Transport.pull` returns (or raises, or is cancelled) only when no more writes
   can happen. So *dropped* frees the block at once: no write can come late.
 - A leased block is pinned, hence immutable: it is read without any lock of the engine.
-- An owner that is gone cannot answer "I have copied"; what was read from it is then dropped, however complete it looks.
+- An owner that is gone cannot answer «release»; what was read from it is then dropped, however complete it looks.
 """
 
 from __future__ import annotations

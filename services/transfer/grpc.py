@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import zlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 import grpc
 import numpy as np
+import xxhash
 
-from kvferry.common.errors import TransferFailed
+from kvferry.common.errors import BlockCorrupt, TransferFailed
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.errors import from_rpc_error
 from kvferry.services.transfer.base import Peer, was_cancelled
 from kvferry.services.transfer.copier import Copier
 from kvferry.services.transfer.segment import PoolSegment
+
+
+def block_checksum(block: memoryview, block_id: int) -> int:
+    """Of a block's bytes and of which block of its owner it is: one sent in another's place is wrong, too."""
+    return xxhash.xxh3_64_intdigest(block, seed=block_id)
 
 
 class GrpcTransport:
@@ -70,16 +75,16 @@ class GrpcTransport:
     ) -> int:
         """Checks each block of the run and writes it into its row; returns how many there were."""
         data, size = memoryview(run.data), self._own.block_bytes
-        if not 0 < len(run.crc32) <= len(dst) or len(data) != len(run.crc32) * size:
-            raise TransferFailed(f"{source} sent {len(data)} bytes as {len(run.crc32)} blocks of {size}")
-        for i, (crc32, src_block_id, dst_block_id) in enumerate(zip(run.crc32, src, dst, strict=False)):
+        if not 0 < len(run.checksums) <= len(dst) or len(data) != len(run.checksums) * size:
+            raise TransferFailed(f"{source} sent {len(data)} bytes as {len(run.checksums)} blocks of {size}")
+        for i, (checksum, src_block_id, dst_block_id) in enumerate(zip(run.checksums, src, dst, strict=False)):
             row = data[i * size : (i + 1) * size]
-            if zlib.crc32(row) != crc32:
-                raise TransferFailed(f"{source}: block {src_block_id} arrived with a wrong checksum")
+            if block_checksum(row, src_block_id) != checksum:
+                raise BlockCorrupt(f"{source}: block {src_block_id} arrived with a wrong checksum")
             if stop.is_set():
                 break
             self._own.buffer[dst_block_id] = np.frombuffer(row, dtype=np.uint8)
-        return len(run.crc32)
+        return len(run.checksums)
 
     def drop(self, instance_id: str) -> None:
         """Keeps nothing per peer."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from kvferry.common.errors import ConfigError, KvferryError, LeaseExpired, TransferFailed, Unavailable
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
@@ -74,11 +75,16 @@ class Puller:
         transports: Sequence[str],
         *,
         timeout_s: float = 3.0,
+        fail_points: FailPoints | None = None,
+        dial: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._card, self._instance_id = card, instance_id
         self._block_bytes, self._num_blocks = segment.block_bytes, segment.num_blocks
         self._timeout_s = timeout_s
-        self.transports_by_name = {name: _make_transport(name, segment, timeout_s) for name in transports}
+        self._dial = dial
+        self.transports_by_name = {
+            name: _make_transport(name, segment, timeout_s, fail_points or FailPoints()) for name in transports
+        }
         self.stats = {name: TransportStats() for name in transports}
         self.fallbacks = 0
         self._links: dict[str, _Link] = {}
@@ -185,7 +191,7 @@ class Puller:
             task.exception()  # all who waited may have left: not a warning
 
     async def _connect(self, address: str, instance_id: str) -> _Link:
-        channel = open_channel(address)
+        channel = self._dial(address)
         try:
             peer = await self._shake_hands(channel, address, instance_id)
             link = await self._choose(peer)
@@ -247,9 +253,9 @@ class Puller:
                 transport.drop(link.peer.instance_id)
 
 
-def _make_transport(name: str, segment: PoolSegment, timeout_s: float) -> Transport:
+def _make_transport(name: str, segment: PoolSegment, timeout_s: float, fail_points: FailPoints) -> Transport:
     if name == "shm":
-        return ShmTransport(segment)
+        return ShmTransport(segment, fail_points)
     if name == "grpc":
         return GrpcTransport(segment, timeout_s=timeout_s)
     raise ConfigError(f"transport {name!r} is not available here: use shm, grpc or both")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +11,14 @@ from typing import Any, NoReturn
 import grpc
 
 from kvferry.common.errors import Internal, KvferryError, Unavailable
+from kvferry.common.fail_points import Action, FailPoints, copies, spoilt
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 from kvferry.services.rpc.errors import to_status
 from kvferry.services.transfer.copier import Copier
+from kvferry.services.transfer.grpc import block_checksum
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
 
@@ -37,8 +38,9 @@ class _Served:
 class BlocksServicer(pb_grpc.BlocksServicer):
     """Answers from the start of its server on, with Unavailable until `serve` says what there is to serve."""
 
-    def __init__(self, instance_id: str) -> None:
+    def __init__(self, instance_id: str, fail_points: FailPoints | None = None) -> None:
         self._instance_id = instance_id
+        self._fail_points = fail_points or FailPoints()
         self._served: _Served | None = None
         self._copier = Copier("read")
 
@@ -79,7 +81,11 @@ class BlocksServicer(pb_grpc.BlocksServicer):
                 served.leases.check(request.lease_id, run)
                 data = await self._copier.run(partial(_read_run, served.segment, run))
                 served.leases.check(request.lease_id, run)
-                yield data
+                if self._fail_points.are_on:
+                    async for message in _with_faults(self._fail_points, data):
+                        yield message
+                else:
+                    yield data
         except KvferryError as exc:
             await _abort(context, exc)
 
@@ -95,7 +101,17 @@ class BlocksServicer(pb_grpc.BlocksServicer):
 
 def _read_run(segment: PoolSegment, block_ids: Sequence[int], _stop: threading.Event) -> pb.BlockData:
     rows = [segment.buffer[block_id] for block_id in block_ids]
-    return pb.BlockData(data=b"".join(rows), crc32=[zlib.crc32(row) for row in rows])
+    checksums = [block_checksum(row.data, block_id) for row, block_id in zip(rows, block_ids, strict=True)]
+    return pb.BlockData(data=b"".join(rows), checksums=checksums)
+
+
+async def _with_faults(fail_points: FailPoints, run: pb.BlockData) -> AsyncIterator[pb.BlockData]:
+    """The run as often as it is to be sent, its bytes spoilt where that is due."""
+    fault = fail_points.hit("transfer.grpc.chunk")
+    if fault is not None and fault.action is Action.CORRUPT:
+        run = pb.BlockData(data=spoilt(run.data), checksums=run.checksums)
+    for _ in range(await copies(fault)):
+        yield run
 
 
 async def _abort(context: Context, error: KvferryError) -> NoReturn:

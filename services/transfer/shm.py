@@ -5,12 +5,14 @@ No message is sent, so nothing here can notice that a lease has ended; the reade
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 
 from kvferry.common.errors import TransferFailed
+from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer.base import Peer
-from kvferry.services.transfer.copier import Copier, copy_blocks
+from kvferry.services.transfer.copier import Blocks, Copier, copy_blocks
 from kvferry.services.transfer.segment import PoolSegment
 
 _INLINE_BYTES = 512 * 1024
@@ -20,8 +22,9 @@ _INLINE_BYTES = 512 * 1024
 class ShmTransport:
     name = "shm"
 
-    def __init__(self, segment: PoolSegment) -> None:
+    def __init__(self, segment: PoolSegment, fail_points: FailPoints | None = None) -> None:
         self._own = segment
+        self._fail_points = fail_points or FailPoints()
         self._sources: dict[str, PoolSegment] = {}  # instance id -> its pool, mapped
         self._copier = Copier("shm")
 
@@ -35,10 +38,12 @@ class ShmTransport:
         theirs = self._attach(source).buffer
         if max(src_block_ids) >= len(theirs):
             raise TransferFailed(f"{source} has {len(theirs)} blocks, asked for block {max(src_block_ids)}")
-        if len(src_block_ids) * self._own.block_bytes <= _INLINE_BYTES:
+        if self._fail_points.are_on:
+            await self._copier.run(partial(self._copy_with_faults, theirs, src_block_ids, dst_block_ids))
+        elif len(src_block_ids) * self._own.block_bytes <= _INLINE_BYTES:
             copy_blocks(theirs, src_block_ids, self._own.buffer, dst_block_ids)
-            return
-        await self._copier.run(partial(copy_blocks, theirs, src_block_ids, self._own.buffer, dst_block_ids))
+        else:
+            await self._copier.run(partial(copy_blocks, theirs, src_block_ids, self._own.buffer, dst_block_ids))
 
     def drop(self, instance_id: str) -> None:
         self._sources.pop(instance_id, None)  # unmapped when the last copy out of it has ended
@@ -46,6 +51,12 @@ class ShmTransport:
     async def aclose(self) -> None:
         self._sources.clear()
         self._copier.close()
+
+    def _copy_with_faults(self, theirs: Blocks, src: Sequence[int], dst: Sequence[int], stop: threading.Event) -> None:
+        is_spoilt = self._fail_points.pause("transfer.shm.copy")
+        copy_blocks(theirs, src, self._own.buffer, dst, stop)
+        if is_spoilt and not stop.is_set():
+            self._own.buffer[dst[0], 0] ^= 0xFF
 
     def _attach(self, source: Peer) -> PoolSegment:
         segment = self._sources.get(source.instance_id)

@@ -53,7 +53,7 @@ class Node:
         puller: Any = self.peer
         grammars: Any = None
         metrics = NodeMetrics(self.engine.load)
-        context.loaded = LoadedNode(self.engine, CARD, model, 1024, leases, puller, metrics, grammars)
+        context.loaded = LoadedNode(self.engine, CARD, model, 1024, leases, puller, metrics, grammars, True)
         self.service = DecodeService(context)
         self.session = GatewaySession()
 

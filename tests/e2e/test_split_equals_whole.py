@@ -107,7 +107,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def _others(whole: Whole, count: int) -> list[GenerateRequest]:
     """Unrelated requests that share every step with the ones under test."""
     rng = random.Random(7)
-    sampling = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True, frequency_penalty=0.5)
+    sampling = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True, frequency_penalty=0.5)
     return [
         GenerateRequest(f"other-{i}", tuple(rng.choices(range(3, 500), k=20 + 37 * i)), replace(sampling, seed=i))
         for i in range(count)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from kvferry.common.errors import KvferryError, LeaseExpired
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import Server
@@ -76,10 +77,11 @@ async def serve(
     transports: Sequence[str] = ("shm", "grpc"),
     leases: LeaseTable | None = None,
     port: int = 0,
+    fail_points: FailPoints | None = None,
 ) -> AsyncIterator[Owner]:
     """An owner of `segment` on loopback. The segment stays the caller's."""
     owner = Owner(instance_id or secrets.token_hex(8), segment, leases or LeaseTable(_nothing, _nothing, lease_s=60.0))
-    servicer = BlocksServicer(owner.instance_id)
+    servicer = BlocksServicer(owner.instance_id, fail_points)
     servicer.serve(card, segment, owner.leases, transports)
     server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())
     port = await server.start("127.0.0.1", port)

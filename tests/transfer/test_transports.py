@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from kvferry.common.errors import LeaseExpired, TransferFailed
+from kvferry.common.errors import BlockCorrupt, LeaseExpired, TransferFailed
+from kvferry.common.fail_points import FailPoints
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.transfer import server
 from kvferry.services.transfer.base import Transport
@@ -17,7 +18,7 @@ from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
-from tests.transfer.conformance import TIMEOUT_S, TransportConformance, peer_of, serve, shared_pool
+from tests.transfer.conformance import TIMEOUT_S, TransportConformance, content, peer_of, serve, shared_pool
 
 
 class TestShm(TransportConformance):
@@ -71,15 +72,16 @@ def test_grpc_names_the_block_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPa
         _pull_all(_leases(), 40, 50_000)
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-def test_grpc_refuses_a_stream_with_too_few_blocks(monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+@pytest.mark.parametrize(("keep", "complaint"), [(0, "sent 0 bytes"), (1, "block 1 .*checksum")])
+def test_grpc_refuses_a_stream_with_too_few_blocks(monkeypatch: pytest.MonkeyPatch, keep: int, complaint: str) -> None:
+    """A missing one shows at once when another comes in its place."""
     read_run = server._read_run
 
     def shorten(segment: PoolSegment, block_ids: Sequence[int], stop: threading.Event) -> pb.BlockData:
         return read_run(segment, block_ids[:keep], stop)
 
     monkeypatch.setattr(server, "_read_run", shorten)
-    with pytest.raises(TransferFailed, match="sent"):
+    with pytest.raises(TransferFailed, match=complaint):
         _pull_all(_leases(), 40, 50_000)
 
 
@@ -116,3 +118,40 @@ def test_shm_reads_what_its_owner_wrote_last() -> None:
 
     asyncio.run(body())
     assert not np.any(own.buffer[1:])
+
+
+def _pull_all_with(rules: str) -> PoolSegment:
+    """Forty blocks in two messages, from an owner with fail points."""
+    own = PoolSegment.anonymous(40, 50_000)
+    ids = list(range(40))
+
+    async def body() -> None:
+        transport = GrpcTransport(own, timeout_s=TIMEOUT_S)
+        with shared_pool(40, 50_000) as (instance_id, segment):
+            async with (
+                serve(segment, instance_id=instance_id, fail_points=FailPoints(rules)) as owner,
+                peer_of(owner.address, instance_id, own) as peer,
+            ):
+                try:
+                    await transport.pull(peer, owner.lease(ids), ids, ids)
+                finally:
+                    await transport.aclose()
+
+    asyncio.run(body())
+    return own
+
+
+def test_bytes_that_change_on_the_way_are_never_written() -> None:
+    with pytest.raises(BlockCorrupt, match="checksum"):
+        _pull_all_with("transfer.grpc.chunk=corrupt@2")
+
+
+def test_a_message_that_comes_twice_does_not_pass_for_the_one_that_is_missing() -> None:
+    """All its checksums are right, for other blocks."""
+    with pytest.raises(BlockCorrupt, match="block 20 "):
+        _pull_all_with("transfer.grpc.chunk=duplicate@1,transfer.grpc.chunk=drop@2")
+
+
+def test_a_delayed_message_arrives() -> None:
+    own = _pull_all_with("transfer.grpc.chunk=delay:1:20")
+    np.testing.assert_array_equal(own.buffer, content(range(40), 50_000))

@@ -1,0 +1,227 @@
+"""A cluster under seeded random faults: every answer is the fault-free one, and afterwards nothing is owned by anybody.
+
+What goes wrong is said by the fail points of `common/fail_points.py`; the prefill node is also killed, and restarted
+behind its address. `KVFERRY_CHAOS_SEED` picks another run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.common.fail_points import POINTS
+from tests.e2e.cluster import Cluster, Gateway, Node, cluster
+
+SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", "1"))
+NUM_REQUESTS, AT_ONCE = 60, 5
+SETTLE_S = 10.0
+FAST = ("--lease-s", "3", "--lease-renew-s", "0.25", "--peer-timeout-s", "1.2")
+"""A lost message costs one silence of a peer: shorter than in life, so that many can be lost in a minute."""
+
+RULES = (
+    "transfer.grpc.chunk=corrupt:0.1,transfer.grpc.chunk=drop:0.04,transfer.grpc.chunk=duplicate:0.04,"
+    "transfer.grpc.chunk=delay:0.1:30,transfer.shm.copy=delay:0.3:40,"
+    "transfer.lease.renew=drop:0.3,transfer.lease.renew=delay:0.1:400,transfer.lease.renew=duplicate:0.1,"
+    "transfer.lease.release=drop:0.05,transfer.lease.release=duplicate:0.1,transfer.lease.released=drop:0.05,"
+    "rpc.prefill.start=drop:0.03,rpc.prefill.start=duplicate:0.05,"
+    "rpc.prefill.reply=drop:0.02,rpc.prefill.reply=duplicate:0.03,rpc.prefill.reply=delay:0.1:50,"
+    "rpc.decode.outputs=delay:0.05:20,index.publish=drop:0.2,index.publish=delay:0.2:50,"
+    "index.lookup=drop:0.2,index.lookup=delay:0.2:30"
+)
+
+
+@dataclass
+class Summary:
+    num_requests: int = 0
+    num_abandoned: int = 0
+    num_wrong: int = 0
+    num_errors: int = 0
+    num_restarts: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    num_corrupt_blocks_caught: int = 0
+    num_received: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.faults.items()))
+        return (
+            f"{self.num_requests} requests ({self.num_abandoned} abandoned) in {self.seconds:.0f} s, wrong answers = "
+            f"{self.num_wrong}, errors = {self.num_errors}; blocks received {self.num_received}, hand-overs ended by a "
+            f"corrupt block {self.num_corrupt_blocks_caught}; prefill node killed {self.num_restarts} times; "
+            f"{self.faults.total()} faults: {kinds}"
+        )
+
+
+def requests(seed: int, count: int) -> list[dict[str, Any]]:
+    """Prompts share beginnings, so that blocks are shared, reused and evicted; temperatures and seeds vary."""
+    rng = random.Random(seed)
+    stems = [rng.choices(range(3, 500), k=400) for _ in range(3)]
+    return [
+        {
+            "model": "test",
+            "prompt": rng.choice(stems)[: rng.randrange(0, 400)] + rng.choices(range(3, 500), k=rng.randrange(1, 200)),
+            "max_tokens": rng.randrange(2, 24),
+            "temperature": rng.choice((0, 1)),
+            "seed": rng.randrange(1000),
+            "logprobs": 1,
+            "ignore_eos": True,
+        }
+        for _ in range(count)
+    ]
+
+
+async def ask_all(url: str, bodies: Sequence[dict[str, Any]], leave_after_s: dict[int, float]) -> list[Any]:
+    """(text, logprobs) of each, None of one that the client abandoned, the status of one that failed."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(client: httpx.AsyncClient, i: int, body: dict[str, Any]) -> Any:
+        async with gate:
+            try:
+                async with asyncio.timeout(leave_after_s.get(i)):
+                    reply = await client.post(f"{url}/v1/completions", json=body)
+            except TimeoutError:
+                return None
+        if reply.status_code != httpx.codes.OK:
+            return reply.status_code, reply.text
+        (choice,) = reply.json()["choices"]
+        return choice["text"], choice["logprobs"]["token_logprobs"]
+
+    async with httpx.AsyncClient(timeout=90) as client:
+        return await asyncio.gather(*(ask(client, i, body) for i, body in enumerate(bodies)))
+
+
+class Chaos:
+    def __init__(self, nodes: Cluster, transports: str, rules: str, kill_at: int) -> None:
+        self.nodes, self.summary = nodes, Summary()
+        self._flags = ("--transports", transports, *FAST, "--fail-points-seed", str(SEED))
+        self._rules = rules
+        self.prefill = self._start_prefill(f",rpc.prefill.reply=kill@{kill_at}" if kill_at else "")
+        self.decode: Node = nodes.start_node(
+            "decode", "--local-prefill-max-tokens", "16", *self._flags, "--fail-points", rules, wait=False
+        )
+        nodes.wait_node(self.decode)
+        nodes.wait_node(self.prefill)
+        gateway_rules = (
+            ",".join(rule for rule in rules.split(",") if rule.startswith("index")) or "index.lookup=delay@1:1"
+        )
+        self.gateway: Gateway = nodes.start_gateway("--fail-points", gateway_rules, "--fail-points-seed", str(SEED))
+
+    def _start_prefill(self, more: str, port: int | None = None) -> Node:
+        return self.nodes.start_node(
+            "prefill", *self._flags, "--fail-points", self._rules + more, wait=False, port=port
+        )
+
+    async def run(self, bodies: list[dict[str, Any]], want: list[Any]) -> None:
+        rng, started = random.Random(SEED), time.monotonic()
+        leave = {i: rng.uniform(0, 0.5) for i in range(0, len(bodies), 7)}
+        guard = asyncio.create_task(self._restart_what_dies())
+        got = await ask_all(self.gateway.url, bodies, leave)
+        guard.cancel()
+        await asyncio.gather(guard, return_exceptions=True)
+        self.summary.seconds = time.monotonic() - started
+        self.summary.num_requests = len(bodies)
+        for answer, right in zip(got, want, strict=True):
+            self.summary.num_abandoned += answer is None
+            self.summary.num_errors += answer is not None and isinstance(answer[0], int)
+            self.summary.num_wrong += answer is not None and isinstance(answer[0], str) and answer != right
+
+    async def _restart_what_dies(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            assert self.prefill.popen is not None
+            if self.prefill.popen.poll() is not None:
+                self.summary.num_restarts += 1
+                self.nodes.processes.remove(self.prefill)
+                self.prefill = self._start_prefill("", self.prefill.port)
+
+    def settle(self) -> int:
+        """Blocks and leases that are still owned when everything has had time to end."""
+        self.nodes.wait_node(self.prefill)
+        deadline, leaks = time.monotonic() + SETTLE_S, 1
+        while leaks and time.monotonic() < deadline:
+            time.sleep(0.1)
+            leaks = 0
+            for node in (self.prefill, self.decode):
+                load = node.record().load
+                leaks += load.num_blocks - load.accounts.available + load.num_leases
+                leaks += abs(load.accounts.total - load.num_blocks) + load.num_running + load.num_waiting
+        return leaks
+
+    def count_faults(self) -> None:
+        for process in (self.prefill, self.decode, self.gateway):
+            for point in POINTS:
+                for action in POINTS[point]:
+                    labels = {"point": point, "action": action.value}
+                    if hits := process.metric("kvferry:fail_point_hits_total", **labels):
+                        self.summary.faults[f"{point} {action.value}"] += int(hits)
+        self.summary.num_received = int(self.decode.metric("kvferry:transfer_blocks_total"))
+        caught = self.decode.metric("kvferry:transfer_failures_total", cause="block_corrupt")
+        self.summary.num_corrupt_blocks_caught = int(caught)
+
+
+@pytest.fixture(scope="module")
+def bodies() -> list[dict[str, Any]]:
+    return requests(SEED, NUM_REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def want(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, bodies: list[dict[str, Any]]
+) -> list[tuple[str, list[float]]]:
+    """The same requests on one node where nothing goes wrong."""
+    with cluster(tmp_path_factory.mktemp("faultless"), str(tiny_model)) as nodes:
+        nodes.start_node("both")
+        return asyncio.run(ask_all(nodes.start_gateway().url, bodies, {}))
+
+
+@contextlib.contextmanager
+def chaos(folder: Path, model: Path, transports: str, rules: str, kill_at: int = 0) -> Iterator[Chaos]:
+    with cluster(folder, str(model)) as nodes:
+        yield Chaos(nodes, transports, rules, kill_at)
+
+
+@pytest.mark.parametrize(("transports", "kill_at"), [("grpc", 0), ("shm,grpc", 60)])
+def test_no_fault_changes_an_answer_or_leaks_a_block(
+    tiny_model: Path,
+    tmp_path: Path,
+    bodies: list[dict[str, Any]],
+    want: list[Any],
+    transports: str,
+    kill_at: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with chaos(tmp_path, tiny_model, transports, RULES, kill_at) as run:
+        asyncio.run(run.run(bodies, want))
+        leaks = run.settle()
+        run.count_faults()
+        with capsys.disabled():
+            print(f"\nchaos over {transports}, seed {SEED}: {run.summary}; leaks = {leaks}")
+        assert run.summary.num_wrong == 0
+        assert run.summary.num_errors == 0
+        assert leaks == 0
+        assert run.summary.num_received > 0, "nothing was handed over at all"
+        assert run.summary.faults.total() >= NUM_REQUESTS // 4  # those of a killed process are lost with it
+        if transports == "grpc":
+            assert run.summary.num_corrupt_blocks_caught > 0
+        if kill_at:
+            assert run.summary.num_restarts == 1
+
+
+def test_the_chaos_run_would_see_a_wrong_block(
+    tiny_model: Path, tmp_path: Path, bodies: list[dict[str, Any]], want: list[Any]
+) -> None:
+    """Shared memory has no checksums: bytes spoilt there reach the model, and the comparison must tell."""
+    with chaos(tmp_path, tiny_model, "shm", "transfer.shm.copy=corrupt:1") as run:
+        asyncio.run(run.run(bodies, want))
+        assert run.summary.num_wrong > 0

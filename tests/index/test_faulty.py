@@ -1,0 +1,38 @@
+"""The index behind fail points."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.common.errors import IndexUnavailable
+from kvferry.common.fail_points import FailPoints
+from kvferry.services.index.faulty import with_faults
+from kvferry.services.index.memory import MemoryIndex
+
+
+def test_without_fail_points_it_is_the_index_itself() -> None:
+    index = MemoryIndex()
+    assert with_faults(index, FailPoints("")) is index
+
+
+def test_a_lost_lookup_looks_like_an_index_that_does_not_answer_and_the_next_one_arrives() -> None:
+    async def run() -> None:
+        index = with_faults(MemoryIndex(), FailPoints("index.lookup=drop@1"))
+        with pytest.raises(IndexUnavailable, match="fail point"):
+            await index.match([b"x"])
+        assert await index.match([b"x"]) == {}
+        assert await index.nodes() == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["store", "remove"])
+def test_a_lost_update_is_told_so_that_it_is_sent_again(method: str) -> None:
+    async def run() -> None:
+        index = with_faults(MemoryIndex(), FailPoints("index.publish=drop:1"))
+        with pytest.raises(IndexUnavailable):
+            await getattr(index, method)("instance", [b"x"])
+
+    asyncio.run(run())

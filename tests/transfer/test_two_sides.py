@@ -1,0 +1,21 @@
+"""Runs the machine of both sides, and says how far it came."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.transfer.two_sides import TwoSides
+
+SETTINGS = settings(
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+
+
+def test_no_interleaving_of_faults_breaks_a_promise_on_either_side(capsys: pytest.CaptureFixture[str]) -> None:
+    run_state_machine_as_test(TwoSides, settings=SETTINGS)  # type: ignore[no-untyped-call]
+    with capsys.disabled():
+        faults = ", ".join(f"{count} x {name}" for name, count in sorted(TwoSides.faults.items()))
+        print(f"\ntwo sides: {TwoSides.num_steps} steps, {TwoSides.num_adopted} prompts received; {faults}")
+    assert TwoSides.num_adopted > 0, "no hand-over ever came to its end"

@@ -1,0 +1,262 @@
+"""Both sides of the hand-over through random interleavings of everything that may happen between and to them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvferry.common.fail_points import spoilt
+from kvferry.common.nodes import Role
+from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, SamplingParams
+from kvferry.proto import kvferry_pb2 as pb
+from kvferry.services.rpc.convert import output_from_pb
+from kvferry.services.transfer import server, shm
+from tests.engine.fake_runner import generate
+from tests.transfer.sim import BLOCK, SLOT_BYTES, SimNode, contents
+from tests.transfer.virtual import VirtualLoop
+from tests.transfer.wire import Wire, pick
+
+POOL = 14
+PREFIXES = [[p * 10 + i % 7 for i in range(32)] for p in range(2)]
+_ANY = st.integers(0, 1000)
+_RARE = st.sampled_from((3, 2, 1, 0))
+_Then = tuple[int, bool, str, bool]
+_OFTEN = st.sampled_from((True, True, True, False))
+_THEN = st.tuples(st.integers(0, 5), _OFTEN, st.sampled_from(("run", "begin", "wait")), _OFTEN)
+_WELL = True, "run", True
+
+
+@dataclass
+class Sent:
+    """A request, and what the client has of it."""
+
+    spec: GenerateRequest
+    node: SimNode
+    got: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.ended) < self.spec.n
+
+
+class TwoSides(RuleBasedStateMachine):
+    num_steps: ClassVar[int] = 0
+    num_adopted: ClassVar[int] = 0
+    faults: ClassVar[dict[str, int]] = {}
+
+    @initialize(share=st.booleans())
+    def start(self, share: bool) -> None:
+        self.transports: tuple[Any, ...] = ("shm", "grpc") if share else ("grpc",)
+        self.was = shm._INLINE_BYTES, server._RUN_BYTES
+        shm._INLINE_BYTES, server._RUN_BYTES = (
+            -1,
+            2 * BLOCK * SLOT_BYTES,
+        )  # copies wait to be made; two blocks a message
+        self.loop, self.wire = VirtualLoop(), Wire()
+        self.want: dict[bytes, bytes] = {}
+        self.sent: dict[str, Sent] = {}
+        self.past: list[PrefillCandidate] = []
+        self.prefill = SimNode(Role.PREFILL, self.loop, self.wire, POOL, self.transports)
+        self.decode = SimNode(Role.DECODE, self.loop, self.wire, POOL + 6, self.transports)
+
+    @property
+    def nodes(self) -> tuple[SimNode, SimNode]:
+        return self.prefill, self.decode
+
+    def _count(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    # ---- clients
+
+    @rule(
+        prefix=st.integers(0, 1),
+        shared=st.integers(0, 32),
+        own=st.integers(1, 12),
+        n=st.sampled_from((1, 1, 2)),
+        then=_THEN,
+    )
+    def submit(self, prefix: int, shared: int, own: int, n: int, then: _Then) -> None:
+        prompt = PREFIXES[prefix][:shared] + [random.Random(own).randrange(50) for _ in range(own)]
+        params = SamplingParams(max_tokens=1 + own % 5, seed=own)
+        plan = (*self.past[-1:], self.prefill.candidate)  # hints may lie
+        spec = GenerateRequest(f"r{len(self.sent)}", tuple(prompt), params, n=n, prefill=plan)
+        for index in range(n):
+            self.want |= contents(prompt + generate(prompt, params.max_tokens, own + 100 * index))
+        self.sent[spec.request_id] = Sent(spec, self.decode)
+        self.decode.call(self.decode.service._submit, self.decode.session, spec)
+        self.go_on(then)
+
+    @rule(which=_ANY, then=_THEN)
+    def cancel(self, which: int, then: _Then) -> None:
+        self.go_on(then)
+        if sent := pick((s for s in self.sent.values() if s.is_open and s.node is self.decode), which):
+            session = self.decode.session
+
+            def cancel() -> None:
+                request = self.decode.service._requests[session.number, sent.spec.request_id, 0]
+                self.decode.service._cancel(request, sorted(request.open))
+
+            self._read_outputs()
+            if sent.is_open:
+                self._count("cancel in mid-copy" if self.decode.jobs.num_begun else "cancel")
+                self.decode.call(cancel)
+                sent.ended |= dict.fromkeys(set(range(sent.spec.n)) - set(sent.ended), "cancelled")
+
+    # ---- progress
+
+    @rule(which=_ANY)
+    def deliver(self, which: int) -> None:
+        if found := pick(self.wire.lanes(), which):
+            self.decode.call(self.wire.deliver, *found)
+
+    @rule(then=_THEN)
+    def go_on(self, then: _Then) -> None:
+        """Some of what a healthy cluster does; what is left out waits. Every other rule may end with it, too."""
+        rounds, deliver, copy, step = then  # a copy that has begun cannot be stopped, only waited for
+        for _ in range(rounds):
+            for found in self.wire.lanes() if deliver else ():
+                self.decode.call(self.wire.deliver, *found)
+            for node in self.nodes:
+                if copy == "run":
+                    node.copy()
+                elif copy == "begin":
+                    node.call(node.jobs.begin)
+                if step:
+                    node.step()
+
+    @rule(seconds=st.sampled_from((0.5, 2.0, 3.5, 9.0)), sweep=st.booleans(), then=_THEN)
+    def time_passes(self, seconds: float, sweep: bool, then: _Then) -> None:
+        self.loop.advance(seconds)
+        for node in self.nodes if sweep else ():
+            node.sweep()
+        self.go_on(then)
+
+    # ---- mischief
+
+    @rule(which=_ANY, how=st.sampled_from(("lost", "repeated", "overtaken", "spoilt")), then=_THEN)
+    def message_goes_astray(self, which: int, how: str, then: _Then) -> None:
+        """What no stream of gRPC does, and fail points do."""
+        self.go_on(then)
+        if found := pick(self.wire.lanes("Run", "Read", "Handshake"), which):
+            flying = found[1].in_flight
+            messages = [i for i, item in enumerate(flying) if item[0] == "message"]
+            is_data = found[0].path.endswith("Read") and found[1] is found[0].down
+            if len(messages) < 1 + (how == "overtaken") or (how == "spoilt" and not is_data):
+                return
+            self._count(how)
+            first = messages[0]
+            if how == "lost":
+                del flying[first]
+            elif how == "repeated":
+                flying.insert(first, flying[first])
+            elif how == "spoilt":
+                run = pb.BlockData.FromString(flying[first][1])
+                spoilt_run = pb.BlockData(data=spoilt(run.data), checksums=run.checksums)
+                flying[first] = ("message", spoilt_run.SerializeToString())
+            else:
+                other = messages[1]
+                flying[first], flying[other] = flying[other], flying[first]
+
+    @rule(which=_ANY, then=_THEN)
+    def connection_breaks(self, which: int, then: _Then) -> None:
+        self.go_on(then)
+        if call := pick((c for c in self.wire.calls if c.ended is None), which):
+            self._count("connection broken")
+            call.breaks()
+
+    @rule(then=_THEN)
+    def owner_is_suspended_for_long(self, then: _Then) -> None:
+        """Its leases are over when it wakes, and others use their blocks before any reader hears of it."""
+        self.go_on(then)
+        self._count("clock jump")
+        self.prefill.clock_skew_s += 9.0
+        self.prefill.sweep()
+        self.prefill.scribble()
+
+    @rule(half_open=st.booleans(), dice=_RARE)
+    def prefill_node_is_restarted(self, half_open: bool, dice: int) -> None:
+        if dice:
+            return
+        self._count("prefill crash")
+        self.past.append(self.prefill.candidate)
+        self.prefill.die(half_open=half_open)
+        self.prefill = SimNode(Role.PREFILL, self.loop, self.wire, POOL, self.transports)
+
+    @rule(half_open=st.booleans(), dice=_RARE)
+    def decode_node_is_restarted(self, half_open: bool, dice: int) -> None:
+        if dice:
+            return
+        self._count("decode crash")
+        self._read_outputs()
+        for sent in self.sent.values():
+            sent.ended |= dict.fromkeys(set(range(sent.spec.n)) - set(sent.ended), "node died")
+        self.decode.die(half_open=half_open)
+        self.decode = SimNode(Role.DECODE, self.loop, self.wire, POOL + 6, self.transports)
+
+    # ---- what must hold
+
+    @invariant()
+    def promises_hold(self) -> None:
+        type(self).num_steps += 1
+        self._read_outputs()
+        for node in self.nodes:
+            node.check()
+            node.check_contents(self.want)
+        dead = self.wire.dead
+        wrong = [context for instance, context in self.loop.errors if instance not in dead]
+        assert not wrong, wrong
+        self.wire.forget_ended()
+
+    def _read_outputs(self) -> None:
+        outputs, self.decode.session._pending = self.decode.session._pending, []
+        for output in map(output_from_pb, outputs):
+            sent = self.sent[output.request_id]
+            assert output.finish_reason is not FinishReason.ERROR, f"{output.error_code}: {output.error_message}"
+            assert output.index not in sent.ended, f"{output.request_id} went on after {sent.ended[output.index]}"
+            tokens = sent.got.setdefault(output.index, [])
+            tokens.extend(output.token_ids)
+            params = sent.spec.sampling
+            alone = generate(sent.spec.prompt_token_ids, params.max_tokens, params.seed + 100 * output.index)
+            assert tokens == alone[: len(tokens)], f"{output.request_id}: other tokens than alone"
+            type(self).num_adopted += bool(output.prefilled_by)
+            if output.finish_reason is not None:
+                assert tokens == alone
+                sent.ended[output.index] = output.finish_reason.value
+
+    def teardown(self) -> None:
+        """Left alone, every request ends, and then nothing is owned by anybody."""
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self._come_to_rest()
+        finally:
+            for node in self.nodes:
+                node.die(half_open=True)
+            self.loop.close()
+            shm._INLINE_BYTES, server._RUN_BYTES = self.was
+
+    def _come_to_rest(self) -> None:
+        for _ in range(200):
+            if not any(sent.is_open for sent in self.sent.values()):
+                break
+            self.go_on((4, *_WELL))
+            self.loop.advance(1.0)
+            for node in self.nodes:
+                node.sweep()
+            self.promises_hold()
+        unended = [sent.spec.request_id for sent in self.sent.values() if sent.is_open]
+        assert not unended, f"no ending: {unended}"
+        for _ in range(12):
+            self.loop.advance(1.0)
+            for node in self.nodes:
+                node.sweep()
+            self.go_on((2, *_WELL))
+        for node in self.nodes:
+            accounts = node.engine.load().accounts
+            assert accounts.available == node.pool.num_blocks, f"{node.instance}: {accounts}"
+            assert node.leases.num_open == node.service.num_active == 0
