@@ -20,10 +20,11 @@ from kvferry.common.hashing import root_name
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.sampler import SampledToken
 from kvferry.services.engine.schedule import Schedule
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 161.31, 337.99, 1.0

@@ -89,7 +89,7 @@ class Engine:
             self.scheduler.admit(step, budget=0)
             self._wake()
         if step.admitted:
-            self._on_report(StepReport(admitted=[_admitted(seq) for seq in step.admitted]))
+            self._on_report(StepReport(admitted=[AdmittedOutput.of(seq) for seq in step.admitted]))
 
     def close(self, key: str) -> None:
         """Ends a sequence at whatever stage and gives its blocks back, after the running step at the latest.
@@ -192,8 +192,8 @@ class Engine:
     ) -> StepReport:
         self._computing = frozenset()
         report = StepReport(  # what was closed while the step ran is not mentioned any more
-            admitted=[_admitted(seq) for seq in schedule.admitted if seq.status is Status.RECEIVING],
-            blocks=[_blocks(seq, complete=True) for seq in schedule.held if seq.status is Status.HELD],
+            admitted=[AdmittedOutput.of(seq) for seq in schedule.admitted if seq.status is Status.RECEIVING],
+            blocks=[BlocksOutput.of(seq, complete=True) for seq in schedule.held if seq.status is Status.HELD],
             stats=self._note_step(schedule, took_s),
         )
         tokens = iter(sampled)
@@ -211,7 +211,7 @@ class Engine:
                 self._book_blocks(seq, report)
             elif drawn and seq.group is not None:
                 if seq.key not in self._closing and row.start + row.num_tokens == seq.num_tokens:
-                    self._beams.book(seq, drawn[0], _first(seq), report)
+                    self._beams.book(seq, drawn[0], FirstToken.of(seq), report)
             elif drawn:
                 self._book_tokens(ones, drawn, report)
         for key in self._closing & self._sequences.keys():
@@ -237,7 +237,7 @@ class Engine:
         if complete := seq.num_uncomputed_tokens == 0:
             self.scheduler.hold(seq)
         if seq.key not in self._closing:
-            report.blocks.append(_blocks(seq, complete))
+            report.blocks.append(BlocksOutput.of(seq, complete))
 
     def _book_tokens(self, ones: list[Seq], drawn: list[SampledToken], report: StepReport) -> None:
         """Births the branches of a prompt that is computed, then gives each sequence its token."""
@@ -255,7 +255,7 @@ class Engine:
                 self._drop(one)
                 continue
             one.token_ids.append(token.token_id)
-            first, is_first = _first(ones[0]) if is_first else None, False
+            first, is_first = FirstToken.of(ones[0]) if is_first else None, False
             reason, stop = self._finish(one, token.token_id)
             logprobs = None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
             report.tokens.append(TokenOutput(one.key, token.token_id, logprobs, reason, stop, first))
@@ -316,32 +316,3 @@ class Engine:
         if not self._sequences and now - self._last_check_s > 1.0:
             self._last_check_s = now
             self.pool.check()
-
-
-def _admitted(seq: Seq) -> AdmittedOutput:
-    first = seq.num_named_blocks
-    return AdmittedOutput(seq.key, first, tuple(seq.block_table[first : seq.num_cacheable_blocks]))
-
-
-def _blocks(seq: Seq, complete: bool) -> BlocksOutput:
-    return BlocksOutput(
-        key=seq.key,
-        block_ids=tuple(seq.block_table[: seq.num_computed_tokens // seq.block_size]),
-        complete=complete,
-        cached_tokens=seq.num_cached_tokens,
-        arrival_s=seq.arrival_s,
-        admitted_s=seq.admitted_s,
-    )
-
-
-def _first(seq: Seq) -> FirstToken:
-    return FirstToken(
-        cached_tokens=seq.num_cached_tokens,
-        received_tokens=seq.num_received_tokens,
-        computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens - seq.num_received_tokens,
-        arrival_s=seq.arrival_s,
-        admitted_s=seq.admitted_s,
-        received_s=seq.received_s,
-        token_s=time.monotonic(),
-        prompt_logprobs=tuple(seq.prompt_logprobs),
-    )

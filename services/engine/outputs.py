@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from typing import Self
 
 from kvferry.common.errors import KvferryError
 from kvferry.common.requests import FinishReason, TokenLogprobs
 from kvferry.services.engine.block_pool import NameChanges
+from kvferry.services.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,20 @@ class FirstToken:
     received_s: float  # 0.0 when nothing was received
     token_s: float
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Self:
+        """At the moment when the prompt is computed."""
+        return cls(
+            cached_tokens=seq.num_cached_tokens,
+            received_tokens=seq.num_received_tokens,
+            computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens - seq.num_received_tokens,
+            arrival_s=seq.arrival_s,
+            admitted_s=seq.admitted_s,
+            received_s=seq.received_s,
+            token_s=time.monotonic(),
+            prompt_logprobs=tuple(seq.prompt_logprobs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,17 @@ class BlocksOutput:
     arrival_s: float
     admitted_s: float
 
+    @classmethod
+    def of(cls, seq: Sequence, complete: bool) -> Self:
+        return cls(
+            key=seq.key,
+            block_ids=tuple(seq.block_table[: seq.num_computed_tokens // seq.block_size]),
+            complete=complete,
+            cached_tokens=seq.num_cached_tokens,
+            arrival_s=seq.arrival_s,
+            admitted_s=seq.admitted_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AdmittedOutput:
@@ -57,6 +85,11 @@ class AdmittedOutput:
     key: str
     first_block: int
     block_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Self:
+        first = seq.num_named_blocks
+        return cls(seq.key, first, tuple(seq.block_table[first : seq.num_cacheable_blocks]))
 
 
 @dataclass(frozen=True, slots=True)

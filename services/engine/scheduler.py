@@ -18,31 +18,15 @@ Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, b
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.common.errors import BadRequest, PromptExceedsPool
 from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.schedule import BlockCopy, Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence, Status
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.engine.waiting import WaitingQueue, order
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """None and a threshold of 0: no such limit. Without `max_step_ms` prompt chunks may fill the whole token budget."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_waiting: int
-    max_step_ms: float | None = None
-    max_num_waiting_tokens: int | None = None
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    long_prefill_token_threshold: int = 0
-    max_num_preemptions: int | None = None
-    max_model_len: int | None = None
-
 
 WATERMARK = 0.01
 """Part of the pool that no newcomer gets while others run: room for them to grow before one must be preempted."""

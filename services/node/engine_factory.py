@@ -19,11 +19,12 @@ from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.host_mirror import HostMirror
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.loader import is_batch_invariant, load_model, model_fingerprint, numerics_id
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.transfer.segment import PoolSegment
 
 log = logging.getLogger("kvferry.node")

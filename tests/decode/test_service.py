@@ -16,7 +16,8 @@ from kvferry.services.decode.service import DecodeService
 from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.limits import SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.metrics import NodeMetrics
 from kvferry.services.transfer.lease import LeaseTable

@@ -19,8 +19,9 @@ from kvferry.services.engine.beam import BeamSearch
 from kvferry.services.engine.beam_groups import make_group
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.outputs import AdmittedOutput, StepReport
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 from kvferry.services.engine.waiting import MAX_OVERTAKEN, order
 from tests.engine.fake_runner import FakeRunner, beam_search, generate

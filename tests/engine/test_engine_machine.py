@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, settings
 from kvferry.common.requests import FinishReason, SamplingParams
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.outputs import StepReport
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 from tests.engine.engine_machine import POOL, ROOT, EngineMachine, LimitedMachine, make_engine, make_sequence
 from tests.engine.fake_runner import FakeRunner, generate

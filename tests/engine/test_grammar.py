@@ -20,12 +20,13 @@ from kvferry.common.requests import FinishReason, SamplingParams, StructuredOutp
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars, Mask, Matcher
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.outputs import StepReport, TokenOutput
 from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.engine.sampler import SampleRow, sample
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence as Seq
 from kvferry.services.gateway.structured import StructuredOutputs, compile_structured
 

@@ -13,11 +13,12 @@ from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.host_mirror import HostMirror
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 
 BLOCK = 16

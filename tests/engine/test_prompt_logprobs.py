@@ -13,12 +13,13 @@ from kvferry.common.hashing import root_name
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.engine.sampler import token_logprobs
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 from tests.engine.paging import PagedModel
 

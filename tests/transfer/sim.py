@@ -21,9 +21,10 @@ from kvferry.services.decode.service import DecodeService
 from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.block_pool import Account, BlockPool
 from kvferry.services.engine.engine import Engine
+from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.schedule import Schedule
-from kvferry.services.engine.scheduler import Scheduler, SchedulerLimits
+from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.metrics import NodeMetrics
 from kvferry.services.prefill.service import PrefillService
