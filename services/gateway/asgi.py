@@ -12,11 +12,9 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.services.gateway.errors import BodyTooLarge, RequestTimeout
+from kvferry.services.gateway.errors import QUIET_PATHS, BodyTooLarge, RequestTimeout
 
 log = logging.getLogger("kvferry.access")
-
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestIds:
@@ -44,7 +42,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
             took_s = time.monotonic() - started
             log.log(level, "%s %s %s %.3fs %s", scope["method"], scope["path"], status or "gone", took_s, request_id)
 

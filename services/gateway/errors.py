@@ -23,6 +23,8 @@ from kvferry.common.errors import BadRequest, Cancelled, Internal, KvferryError,
 log = logging.getLogger("kvferry.gateway")
 
 RETRY_AFTER_S = 1
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Polled by others all day: not logged, whatever the answer."""
 
 
 class BodyTooLarge(KvferryError):
@@ -75,7 +77,8 @@ def install(app: FastAPI) -> None:
 async def _on_kvferry_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, KvferryError)
     if exc.http_status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, exc.message)
+        level = logging.DEBUG if request.url.path in QUIET_PATHS else logging.WARNING
+        log.log(level, "%s %s: %s", request.method, request.url.path, exc.message)
     return error_response(exc)
 
 
