@@ -53,6 +53,9 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     folder = resolve_model(config.cluster.model)
     log.info("loading %s", folder)
     device = _device(config.engine.device)
+    invariant = is_batch_invariant(device, _DTYPE, config.engine.batch_invariant)
+    if config.engine.batch_invariant and not invariant:
+        raise ConfigError(f"batch_invariant: no kernel for {device.type} promises it here; is triton installed?")
     model = load_model(folder, _DTYPE, device, config.engine.batch_invariant)
     card = _card(folder, model.config, config.engine, device)
     num_blocks = _num_blocks(config.engine, card, device)
@@ -88,7 +91,6 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         torch.get_num_threads(),
     )
     grammars = Grammars(folder, model.config.vocab_size, eos)
-    invariant = is_batch_invariant(device, _DTYPE, config.engine.batch_invariant)
     log.info("batch invariance is %s, numerics %s", "in force" if invariant else "NOT in force", card.numerics_id)
     return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars, invariant)
 
