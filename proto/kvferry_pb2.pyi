@@ -311,18 +311,20 @@ class HandshakeRequest(_message.Message):
     def __init__(self, card: _Optional[_Union[LayoutCard, _Mapping]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("card", "instance_id", "num_blocks", "transports", "shm")
+    __slots__ = ("card", "instance_id", "num_blocks", "transports", "shm", "ucx_port")
     CARD_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
+    UCX_PORT_FIELD_NUMBER: _ClassVar[int]
     card: LayoutCard
     instance_id: str
     num_blocks: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     shm: ShmSegment
-    def __init__(self, card: _Optional[_Union[LayoutCard, _Mapping]] = ..., instance_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., shm: _Optional[_Union[ShmSegment, _Mapping]] = ...) -> None: ...
+    ucx_port: int
+    def __init__(self, card: _Optional[_Union[LayoutCard, _Mapping]] = ..., instance_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., shm: _Optional[_Union[ShmSegment, _Mapping]] = ..., ucx_port: _Optional[int] = ...) -> None: ...
 
 class ShmSegment(_message.Message):
     __slots__ = ("path", "size_bytes", "blocks_offset", "nonce")

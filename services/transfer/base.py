@@ -68,6 +68,7 @@ class Peer:
     num_blocks: int
     offers: tuple[str, ...]  # transports, in the owner's order of preference
     shm: ShmOffer | None
+    ucx_port: int | None  # on the host of `address`
     channel: grpc.aio.Channel  # open for other calls, too, as long as one holds this object
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from kvferry.services.transfer.base import Peer, PullResult, ShmOffer, Transport
 from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
+from kvferry.services.transfer.ucx import UcxTransport
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -224,6 +225,7 @@ class Puller:
             num_blocks=reply.num_blocks,
             offers=tuple(reply.transports),
             shm=ShmOffer(shm.path, shm.size_bytes, shm.blocks_offset, shm.nonce) if shm else None,
+            ucx_port=reply.ucx_port or None,
             channel=channel,
         )
 
@@ -258,4 +260,6 @@ def _make_transport(name: str, segment: PoolSegment, timeout_s: float, fail_poin
         return ShmTransport(segment, fail_points)
     if name == "grpc":
         return GrpcTransport(segment, timeout_s=timeout_s)
-    raise ConfigError(f"transport {name!r} is not available here: use shm, grpc or both")
+    if name == "ucx":
+        return UcxTransport(segment, timeout_s=timeout_s)
+    raise ConfigError(f"transport {name!r} is not available here: use shm, ucx or grpc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kvferry.common.errors import Internal, KvferryError, Unavailable
+from kvferry.common.errors import Internal, KvferryError, TransferFailed, Unavailable
 from kvferry.common.fail_points import Action, FailPoints, copies, spoilt
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2 as pb
@@ -21,6 +22,9 @@ from kvferry.services.transfer.copier import Copier
 from kvferry.services.transfer.grpc import block_checksum
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.ucx_owner import UcxOwner
+
+log = logging.getLogger("kvferry.transfer")
 
 _RUN_BYTES = 2**20
 
@@ -43,10 +47,17 @@ class BlocksServicer(pb_grpc.BlocksServicer):
         self._fail_points = fail_points or FailPoints()
         self._served: _Served | None = None
         self._copier = Copier("read")
+        self._ucx: UcxOwner | None = None
 
     def serve(self, card: LayoutCard, segment: PoolSegment, leases: LeaseTable, transports: Sequence[str]) -> None:
-        """`transports` are those allowed here, in order of preference; `shm` is offered only for a shared segment."""
-        offers = tuple(name for name in transports if name != "shm" or segment.path is not None)
+        """`transports` are those allowed here, in order of preference. Raises ConfigError for `ucx` without ucxx.
+
+        `shm` is offered only for a shared segment, `ucx` only while its listener is up.
+        """
+        if "ucx" in transports:
+            self._ucx = _ucx_owner(self._instance_id, segment, leases)
+        missing = {name for name, has in (("shm", segment.path), ("ucx", self._ucx)) if has is None}
+        offers = tuple(name for name in transports if name not in missing)
         self._served = _Served(card, segment, leases, offers)
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:  # noqa: N802
@@ -67,6 +78,8 @@ class BlocksServicer(pb_grpc.BlocksServicer):
             reply.shm.size_bytes = segment.size_bytes
             reply.shm.blocks_offset = segment.blocks_offset
             reply.shm.nonce = segment.nonce
+        if self._ucx is not None:
+            reply.ucx_port = self._ucx.port
         return reply
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.BlockData]:  # noqa: N802
@@ -92,11 +105,21 @@ class BlocksServicer(pb_grpc.BlocksServicer):
     def close(self) -> None:
         """After its server has stopped. Idempotent."""
         self._copier.close()
+        if self._ucx is not None:
+            self._ucx.close()
 
     def _require_served(self) -> _Served:
         if self._served is None:
             raise Unavailable(f"{self._instance_id} is still loading")
         return self._served
+
+
+def _ucx_owner(instance_id: str, segment: PoolSegment, leases: LeaseTable) -> UcxOwner | None:
+    try:
+        return UcxOwner(instance_id, segment, leases)
+    except TransferFailed as exc:
+        log.warning("transport ucx is off: %s", exc.message)
+        return None
 
 
 def _read_run(segment: PoolSegment, block_ids: Sequence[int], _stop: threading.Event) -> pb.BlockData:

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.e2e.cluster import Answer, Cluster, DecodeClient, Node, cluster
 from tests.e2e.prompts import Prompt, all_prompts
 
 NUM_TOKENS = 64
+HAS_UCX = find_spec("ucxx") is not None
 REMOTE = ("--local-prefill-max-tokens", "0")
 
 
@@ -51,6 +53,7 @@ VARIANTS = (
     Variant("copy-on-write", n=3),
     Variant("preempted", decode=(*REMOTE, "--num-blocks-override", "128"), preempted=True),
     Variant("over-grpc", common=("--transports", "grpc"), transport="grpc"),
+    Variant("over-ucx", common=("--transports", "ucx,grpc"), transport="ucx"),
     Variant("two-threads", common=("--num-threads", "2")),
     Variant("decode-prefills", decode=("--local-prefill-max-tokens", "100000")),
     Variant("both-batched", split=False),
@@ -130,6 +133,8 @@ async def _run(variant: Variant, node: Node, whole: Whole, plan: tuple[PrefillCa
 
 
 def check(nodes: Cluster, variant: Variant, whole: Whole) -> None:
+    if variant.transport == "ucx" and not HAS_UCX:
+        pytest.skip("ucxx is not installed: pip install 'kvferry[ucx]'")
     nodes.model = str(whole.model)
     if variant.split:
         prefill = nodes.start_node("prefill", *variant.common, wait=False)

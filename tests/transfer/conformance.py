@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.server import BlocksServicer
 
 SHM_DIR = "/dev/shm"
+HAS_UCX = find_spec("ucxx") is not None
 TIMEOUT_S = 1.0
 BOUND_S = TIMEOUT_S + 3.0
 """Within this a pull from a dead or silent owner must have ended."""
@@ -119,10 +121,16 @@ class OwnerProcess:
 
 @contextlib.contextmanager
 def owner_process(
-    num_blocks: int, block_bytes: int, *, slow_s: float = 0.0, instance_id: str = "", port: int = 0
+    num_blocks: int,
+    block_bytes: int,
+    *,
+    slow_s: float = 0.0,
+    instance_id: str = "",
+    port: int = 0,
+    offers: Sequence[str] = ("shm", "grpc"),
 ) -> Iterator[OwnerProcess]:
     """An owner to be killed, with a lease on all its blocks. `slow_s` delays each run that it sends."""
-    args = [num_blocks, block_bytes, slow_s, instance_id or secrets.token_hex(8), port]
+    args = [num_blocks, block_bytes, slow_s, instance_id or secrets.token_hex(8), port, ",".join(offers)]
     command = [sys.executable, "-m", "tests.transfer.owner", *map(str, args)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
@@ -147,6 +155,9 @@ async def peer_of(address: str, instance_id: str, own: PoolSegment) -> AsyncIter
 
 class TransportConformance:
     """`make` returns the transport under test, which writes to `segment` and waits at most TIMEOUT_S for a peer."""
+
+    offers: tuple[str, ...] = ("shm", "grpc")
+    """What the owners offer, of the transports of this package."""
 
     def make(self, segment: PoolSegment) -> Transport:
         raise NotImplementedError
@@ -182,7 +193,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(600, block_bytes) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     await transport.pull(peer, owner.lease(src.tolist()), src.tolist(), dst.tolist())
@@ -198,7 +209,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(2, own.block_bytes) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     await transport.pull(peer, owner.lease([0, 1]), [1, 0], [0, 1])
@@ -212,7 +223,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(64, 46080) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                     asyncio.TaskGroup() as group,
                 ):
@@ -233,7 +244,7 @@ class TransportConformance:
             leases = LeaseTable(_nothing, _nothing, lease_s=8.0, clock=lambda: now[0])
             with shared_pool(8, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, leases=leases) as owner,
+                    serve(segment, instance_id=instance_id, leases=leases, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     lease_id = owner.lease([1, 2])
@@ -250,7 +261,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(8, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     with pytest.raises(KvferryError):
@@ -265,7 +276,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(96, 2**20) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     num_cancelled = 0
@@ -291,7 +302,7 @@ class TransportConformance:
         own = PoolSegment.anonymous(64, 2**20)
 
         async def body() -> float:
-            with owner_process(64, 2**20, slow_s=0.05) as owner:
+            with owner_process(64, 2**20, slow_s=0.05, offers=self.offers) as owner:
                 async with self.transport_to(owner.address, owner.instance_id, own) as (transport, peer):
                     pull = asyncio.create_task(transport.pull(peer, owner.lease_id, ids, ids))
                     await asyncio.sleep(0.2)
@@ -310,7 +321,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(4, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id) as owner,
+                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     transport.drop(instance_id)

@@ -23,12 +23,12 @@ class SlowLeases(LeaseTable):
         super().check(lease_id, block_ids)
 
 
-async def main(num_blocks: int, block_bytes: int, slow_s: float, instance_id: str, port: int) -> None:
+async def main(num_blocks: int, block_bytes: int, slow_s: float, instance_id: str, port: int, offers: str) -> None:
     leases = SlowLeases(lambda _: None, lambda _: None, lease_s=60.0)
     leases.slow_s = slow_s
     segment = PoolSegment.create(SHM_DIR, instance_id, num_blocks, block_bytes)
     fill(segment)
-    async with serve(segment, instance_id=instance_id, leases=leases, port=port) as owner:
+    async with serve(segment, instance_id=instance_id, leases=leases, port=port, transports=offers.split(",")) as owner:
         lease_id = owner.lease(range(num_blocks))
         said = {"address": owner.address, "instance_id": instance_id, "lease_id": lease_id, "path": segment.path}
         print(json.dumps(said), flush=True)
@@ -36,4 +36,5 @@ async def main(num_blocks: int, block_bytes: int, slow_s: float, instance_id: st
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
+    _, num_blocks, block_bytes, slow_s, instance_id, port, offers = sys.argv
+    asyncio.run(main(int(num_blocks), int(block_bytes), float(slow_s), instance_id, int(port), offers))

@@ -371,5 +371,5 @@ def test_nothing_is_asked_for_an_empty_pull_and_wrong_destinations_are_refused()
 
 
 def test_a_transport_that_is_not_built_in_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'ucx' is not available"):
-        Puller(CARD, "reader", private_pool(), ("ucx", "grpc"))
+    with pytest.raises(ConfigError, match="'telepathy' is not available"):
+        Puller(CARD, "reader", private_pool(), ("telepathy", "grpc"))

@@ -18,7 +18,16 @@ from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
-from tests.transfer.conformance import TIMEOUT_S, TransportConformance, content, peer_of, serve, shared_pool
+from kvferry.services.transfer.ucx import UcxTransport
+from tests.transfer.conformance import (
+    HAS_UCX,
+    TIMEOUT_S,
+    TransportConformance,
+    content,
+    peer_of,
+    serve,
+    shared_pool,
+)
 
 
 class TestShm(TransportConformance):
@@ -29,6 +38,14 @@ class TestShm(TransportConformance):
 class TestGrpc(TransportConformance):
     def make(self, segment: PoolSegment) -> Transport:
         return GrpcTransport(segment, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
+class TestUcx(TransportConformance):
+    offers = ("ucx", "grpc")
+
+    def make(self, segment: PoolSegment) -> Transport:
+        return UcxTransport(segment, timeout_s=TIMEOUT_S)
 
 
 def _pull_all(leases: LeaseTable, num_blocks: int, block_bytes: int) -> PoolSegment:

@@ -1,0 +1,191 @@
+"""Block transfer between two processes: rate, CPU time and latency of each transport, beside a plain memory copy.
+
+    python -m benchmarks transfer [--transports shm,ucx,grpc] [--block-bytes 46080,...] [--blocks 1,16,256,1024]
+                                  [--max-mb 256] [--seconds 0.5]
+
+Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
+transports and of the copy are interleaved; rates are medians. CPU time is that of both processes. Pulls above
+`--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever UCX finds on this host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+
+import numpy as np
+import psutil
+
+from kvferry.common.nodes import LayoutCard
+from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.rpc.aio import Server
+from kvferry.services.transfer.base import Peer
+from kvferry.services.transfer.copier import Blocks
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.puller import Puller
+from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.server import BlocksServicer
+
+SHM_DIR = "/dev/shm"
+CARD = LayoutCard("benchmark", "numerics", "float32", 16, 2, 1, 8, "0")
+
+
+@dataclass(frozen=True)
+class Said:
+    """By the owner, once it listens."""
+
+    pid: int
+    address: str
+    lease_id: str
+
+
+@dataclass
+class Measured:
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+
+def content(num_blocks: int, block_bytes: int) -> Blocks:
+    return np.random.default_rng(0).integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+
+
+def own(pipe: Connection, num_blocks: int, block_bytes: int, transports: tuple[str, ...]) -> None:
+    """The owner's process, until it is told to end."""
+    asyncio.run(_own(pipe, num_blocks, block_bytes, transports))
+
+
+async def _own(pipe: Connection, num_blocks: int, block_bytes: int, transports: tuple[str, ...]) -> None:
+    segment = PoolSegment.create(SHM_DIR, "owner", num_blocks, block_bytes)
+    try:
+        segment.buffer[:] = content(num_blocks, block_bytes)
+        leases = LeaseTable(lambda _: None, lambda _: None, lease_s=3600.0)
+        lease_id = leases.open("benchmark").lease_id
+        leases.extend(lease_id, range(num_blocks))
+        servicer = BlocksServicer("owner")
+        servicer.serve(CARD, segment, leases, transports)
+        server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        pipe.send(Said(psutil.Process().pid, address, lease_id))
+        await asyncio.to_thread(pipe.recv)
+        await server.stop(0)
+        servicer.close()
+    finally:
+        segment.close()
+
+
+@contextlib.contextmanager
+def owner(num_blocks: int, block_bytes: int, transports: tuple[str, ...]) -> Iterator[Said]:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=own, args=(there, num_blocks, block_bytes, transports), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield here.recv()
+        here.send("end")
+        process.join(10.0)
+    finally:
+        process.kill()
+
+
+@contextlib.asynccontextmanager
+async def pullers(
+    said: Said, segment: PoolSegment, transports: tuple[str, ...]
+) -> AsyncIterator[dict[str, tuple[Puller, Peer]]]:
+    """One for each transport, which may use no other."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = {}
+        for name in transports:
+            puller = Puller(CARD, "reader", segment, (name,), timeout_s=30.0)
+            stack.push_async_callback(puller.aclose)
+            found[name] = puller, await puller.connect(said.address, "owner")
+        yield found
+
+
+async def check(name: str, puller: Puller, peer: Peer, said: Said, segment: PoolSegment, expected: Blocks) -> None:
+    src, dst = (np.random.default_rng(seed).permutation(len(expected)) for seed in (1, 2))
+    segment.buffer[:] = 0xEE
+    await puller.pull(peer, said.lease_id, src.tolist(), dst.tolist())
+    if not np.array_equal(segment.buffer[dst], expected[src]):
+        raise SystemExit(f"{name}: the bytes differ: no figures")
+
+
+async def measure(
+    reader: dict[str, tuple[Puller, Peer]],
+    said: Said,
+    segment: PoolSegment,
+    source: Blocks,
+    count: int,
+    budget_s: float,
+) -> dict[str, Measured]:
+    """Rounds of one pull by each transport and one copy, until each has had its time and five rounds are done."""
+    ids, owner_process = list(range(count)), psutil.Process(said.pid)
+    found = {name: Measured() for name in ("copy", *reader)}
+    deadline = time.perf_counter() + budget_s * len(found)
+    while time.perf_counter() < deadline or len(found["copy"].seconds) < 5:
+        started = time.perf_counter()
+        np.copyto(segment.buffer[:count], source[:count])
+        found["copy"].seconds.append(time.perf_counter() - started)
+        for name, (puller, peer) in reader.items():
+            cpu = time.process_time() + sum(owner_process.cpu_times()[:2])
+            started = time.perf_counter()
+            for _ in range(rounds := max(1, 16 // count)):  # small ones at once: the owner's clock ticks in 10 ms
+                await puller.pull(peer, said.lease_id, ids, ids)
+            found[name].seconds.append((time.perf_counter() - started) / rounds)
+            found[name].cpu_s += (time.process_time() + sum(owner_process.cpu_times()[:2]) - cpu) / rounds
+    return found
+
+
+def print_rows(block_bytes: int, count: int, found: dict[str, Measured]) -> None:
+    num_bytes = block_bytes * count
+    copy_rate = num_bytes / statistics.median(found["copy"].seconds)
+    for name, measured in found.items():
+        median_s = statistics.median(measured.seconds)
+        rate = num_bytes / median_s
+        cpu = "" if name == "copy" else f"{measured.cpu_s / (len(measured.seconds) * num_bytes / 1e9):8.2f}"
+        print(f"{block_bytes:10,d} {count:7,d}  {name:5s} {rate / 1e6:9.0f} {rate / copy_rate:7.1%} "
+              f"{1e3 * median_s:10.3f} {cpu}", flush=True)  # fmt: skip
+
+
+async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str, ...]) -> None:
+    counts = [count for count in args.blocks if count * block_bytes <= args.max_mb * 1e6]
+    segment = PoolSegment.anonymous(max(counts), block_bytes)
+    source = content(segment.num_blocks, block_bytes)
+    with owner(segment.num_blocks, block_bytes, transports) as said:
+        async with pullers(said, segment, transports) as reader:
+            for name, (puller, peer) in reader.items():
+                await check(name, puller, peer, said, segment, source)
+            for count in counts:
+                print_rows(block_bytes, count, await measure(reader, said, segment, source, count, args.seconds))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks transfer", description=__doc__)
+    parser.add_argument("--transports", default="shm,ucx,grpc")
+    parser.add_argument("--block-bytes", type=_numbers, default=[46_080, 262_144, 2_097_152])
+    parser.add_argument("--blocks", type=_numbers, default=[1, 16, 256, 1024])
+    parser.add_argument("--max-mb", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each transport and size")
+    args = parser.parse_args(argv)
+    transports = tuple(args.transports.split(","))
+    if "ucx" in transports and find_spec("ucxx") is None:
+        print("ucx is left out: pip install 'kvferry[ucx]'", file=sys.stderr)
+        transports = tuple(name for name in transports if name != "ucx")
+    print(f"{'block B':>10s} {'blocks':>7s}  {'over':5s} {'MB/s':>9s} {'of copy':>7s} {'ms a pull':>10s} "
+          f"{'CPU s/GB':>8s}")  # fmt: skip
+    for block_bytes in args.block_bytes:
+        asyncio.run(run(args, block_bytes, transports))
+    return 0
