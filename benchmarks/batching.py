@@ -3,8 +3,8 @@
     python -m benchmarks batching [--model M] [--requests 48] [--batch 16] [--rounds 3]
 
 Same model, weights and threads, greedy, lengths in the proportions of ShareGPT, one process. Our tokens must equal
-those of the batches that run to completion, and those of transformers for a sample, before any figure is printed. Output
-tokens that were asked for count.
+those of the batches that run to completion, and those of transformers for a sample, before any figure is printed.
+Output tokens that were asked for count.
 """
 
 from __future__ import annotations
