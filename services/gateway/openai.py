@@ -8,6 +8,7 @@ without it is checked by `parse`, which may run in any thread.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -106,9 +107,9 @@ class Generation(SamplingFields):
         return self
 
     @property
+    @abstractmethod
     def token_limit(self) -> int | None:
         """What the client set for the completion, if anything."""
-        raise NotImplementedError
 
 
 Messages = Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(parse_messages)]

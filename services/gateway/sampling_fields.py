@@ -5,6 +5,7 @@ What depends on the vocabulary or on text (`bad_words`) is finished by `intake.p
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -52,9 +53,9 @@ class SamplingFields(BeamFields):
         return self
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """None: the client wants none. k: the chosen token's and the k best."""
-        raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,6 +151,21 @@ async def peer_of(address: str, instance_id: str, own: PoolSegment) -> AsyncIter
         yield await puller.connect(address, instance_id)
     finally:
         await puller.aclose()
+
+
+def expiring_leases(num_checks: int) -> LeaseTable:
+    """Leases that end after they were looked at `num_checks` times."""
+
+    class ExpiringLeases(LeaseTable):
+        left = num_checks
+
+        def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
+            if not self.left:
+                self.release(lease_id)
+            self.left -= 1
+            super().check(lease_id, block_ids)
+
+    return ExpiringLeases(lambda _: None, lambda _: None, lease_s=60.0)
 
 
 class TransportConformance:

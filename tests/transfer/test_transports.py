@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from tests.transfer.conformance import (
     TIMEOUT_S,
     TransportConformance,
     content,
+    expiring_leases,
     peer_of,
     serve,
     shared_pool,
@@ -48,7 +49,9 @@ class TestUcx(TransportConformance):
         return UcxTransport(segment, timeout_s=TIMEOUT_S)
 
 
-def _pull_all(leases: LeaseTable, num_blocks: int, block_bytes: int) -> PoolSegment:
+def _pull_all(
+    leases: LeaseTable, num_blocks: int, block_bytes: int, fail_points: FailPoints | None = None
+) -> PoolSegment:
     """All blocks over grpc, under one lease of all of them; returns the reader's pool."""
     own = PoolSegment.anonymous(num_blocks, block_bytes)
     transport = GrpcTransport(own, timeout_s=TIMEOUT_S)
@@ -57,7 +60,7 @@ def _pull_all(leases: LeaseTable, num_blocks: int, block_bytes: int) -> PoolSegm
     async def body() -> None:
         with shared_pool(num_blocks, block_bytes) as (instance_id, segment):
             async with (
-                serve(segment, instance_id=instance_id, leases=leases) as owner,
+                serve(segment, instance_id=instance_id, leases=leases, fail_points=fail_points) as owner,
                 peer_of(owner.address, instance_id, own) as peer,
             ):
                 try:
@@ -104,17 +107,8 @@ def test_grpc_refuses_a_stream_with_too_few_blocks(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("num_checks", [0, 1, 2, 5, 8])
 def test_grpc_fails_when_the_lease_ends_at_any_point_of_the_read(num_checks: int) -> None:
-    class ExpiringLeases(LeaseTable):
-        left = num_checks
-
-        def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
-            if not self.left:
-                self.release(lease_id)
-            self.left -= 1
-            super().check(lease_id, block_ids)
-
     with pytest.raises(LeaseExpired, match="lease"):
-        _pull_all(ExpiringLeases(lambda _: None, lambda _: None, lease_s=60.0), 4, 2**20)
+        _pull_all(expiring_leases(num_checks), 4, 2**20)
 
 
 def test_shm_reads_what_its_owner_wrote_last() -> None:
@@ -139,23 +133,7 @@ def test_shm_reads_what_its_owner_wrote_last() -> None:
 
 def _pull_all_with(rules: str) -> PoolSegment:
     """Forty blocks in two messages, from an owner with fail points."""
-    own = PoolSegment.anonymous(40, 50_000)
-    ids = list(range(40))
-
-    async def body() -> None:
-        transport = GrpcTransport(own, timeout_s=TIMEOUT_S)
-        with shared_pool(40, 50_000) as (instance_id, segment):
-            async with (
-                serve(segment, instance_id=instance_id, fail_points=FailPoints(rules)) as owner,
-                peer_of(owner.address, instance_id, own) as peer,
-            ):
-                try:
-                    await transport.pull(peer, owner.lease(ids), ids, ids)
-                finally:
-                    await transport.aclose()
-
-    asyncio.run(body())
-    return own
+    return _pull_all(_leases(), 40, 50_000, FailPoints(rules))
 
 
 def test_bytes_that_change_on_the_way_are_never_written() -> None:

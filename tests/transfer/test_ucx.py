@@ -7,7 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -26,7 +26,7 @@ from kvferry.services.transfer.ucx import UcxTransport
 from kvferry.services.transfer.ucx_owner import UcxOwner
 from kvferry.services.transfer.ucx_thread import UcxThread
 from kvferry.services.transfer.ucx_wire import ReadRequest
-from tests.transfer.conformance import CARD, POISON, TIMEOUT_S, Owner, content, fill, peer_of, serve
+from tests.transfer.conformance import CARD, POISON, TIMEOUT_S, Owner, content, expiring_leases, fill, peer_of, serve
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
 
@@ -113,17 +113,8 @@ def test_a_message_that_was_cut_short_never_passes_for_an_older_one_in_the_same_
 @needs_ucxx
 @pytest.mark.parametrize("num_checks", [0, 1, 2, 5, 14])
 def test_a_lease_that_ends_at_any_point_fails_that_pull_and_not_the_connection(num_checks: int) -> None:
-    class ExpiringLeases(LeaseTable):
-        left = num_checks
-
-        def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
-            if not self.left:
-                self.release(lease_id)
-            self.left -= 1
-            super().check(lease_id, block_ids)
-
     async def body() -> None:
-        leases = ExpiringLeases(lambda _: None, lambda _: None, lease_s=60.0)
+        leases = expiring_leases(num_checks)
         async with pair(leases) as (owner, peer, transport, own):
             with pytest.raises(LeaseExpired, match="lease"):
                 await transport.pull(peer, owner.lease(IDS), IDS, IDS)
