@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import kvferry
@@ -17,6 +18,7 @@ from kvferry.services.local.launch import CONFIG_EXIT
 _WORKER_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 _NODE_SECTIONS = ("cluster", "engine", "node")
 _GATEWAY_FIELDS = ("drain_s", "peer_timeout_s")  # of the nodes' section, and the gateway's business too
+MODEL_CHECK_S = 1.0
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -71,6 +73,11 @@ def _parser() -> Parser:
     prepare.add_argument("model", nargs="?", default="smollm2-135m", help=f"{', '.join(ALIASES)} or a hub id")
     prepare.add_argument("--force", action="store_true", help="convert again what is already there")
     prepare.set_defaults(parser=prepare)
+    wait = actions.add_parser("wait", help="wait until another process has made a model ready")
+    wait.add_argument("model", nargs="?", default="smollm2-135m", help=f"{', '.join(ALIASES)} or a hub id")
+    wait.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: %(default)s)")
+    wait.add_argument("--tokenizer-only", action="store_true", help="what a gateway needs")
+    wait.set_defaults(run=_wait, parser=wait)
     add("version", _version, "print the version")
     return parser
 
@@ -120,6 +127,22 @@ def _prepare(args: argparse.Namespace) -> int:
 
     print(prepare_model(args.model, force=args.force) if args.model in ALIASES else resolve_model(args.model))
     return 0
+
+
+def _wait(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.timeout
+    said = ""
+    while True:
+        try:
+            print(resolve_model(args.model, weights=not args.tokenizer_only))
+            return 0
+        except KvferryError as exc:
+            if time.monotonic() > deadline:
+                raise
+            if exc.message != said:
+                print(f"waiting: {exc.message}", file=sys.stderr, flush=True)
+            said = exc.message
+        time.sleep(MODEL_CHECK_S)
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -124,3 +124,25 @@ def test_the_environment_for_children_gives_the_same_tree_whatever_ours_says():
 def test_abbreviations_are_not_guessed():
     with pytest.raises(ConfigError, match="unknown option --max-num-w"):
         parse("--max-num-w", "3")
+
+
+def test_waiting_for_a_model_ends_when_it_is_there(tmp_path):
+    folder = tmp_path / "model"
+    command = [sys.executable, "-m", "kvferry.services.local.cli", "model", "wait", str(folder), "--tokenizer-only"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        try:
+            assert waiting.stderr is not None
+            assert "does not exist" in waiting.stderr.readline()
+            folder.mkdir()
+            assert "has no config.json" in waiting.stderr.readline()
+            (folder / "tokenizer.json").write_text("{}")
+            (folder / "config.json").write_text("{}")
+            assert waiting.communicate(timeout=60)[0] == f"{folder}\n"
+            assert waiting.returncode == 0
+        finally:
+            waiting.kill()
+
+
+def test_waiting_for_a_model_that_never_comes_ends_too(tmp_path, capsys):
+    assert cli.main(["model", "wait", str(tmp_path / "model"), "--timeout", "0"]) == cli.CONFIG_EXIT
+    assert "does not exist" in capsys.readouterr().err
