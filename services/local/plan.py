@@ -21,7 +21,8 @@ from kvferry.services.index.open import open_index
 from kvferry.services.local.flags import config_environ
 from kvferry.services.local.redis_server import redis_command, redis_url
 from kvferry.services.local.supervisor import Program
-from kvferry.services.rpc.aio import open_channel
+from kvferry.services.rpc.aio import Dial, dialer
+from kvferry.services.rpc.tls import Tls
 
 CLI = (sys.executable, "-P", "-m", "kvferry.services.local.cli")
 PREFILL_NICENESS = 7
@@ -85,7 +86,7 @@ def _node_program(config: Config, role: Role) -> Program:
     return Program(
         name=str(node.node_id),
         command=(*CLI, str(role)),
-        is_ready=_serving(join(node.node_host, node.node_port)),
+        is_ready=_serving(join(node.node_host, node.node_port), dialer(Tls.of(config.cluster))),
         environ=environ,
         niceness=PREFILL_NICENESS if role is Role.PREFILL else 0,
         grace_s=node.drain_s + GRACE_S,
@@ -112,10 +113,10 @@ def gateway_url(config: Config) -> str:
     return f"http://{join(host, config.gateway.port)}"
 
 
-def _serving(address: str) -> Callable[[], Awaitable[bool]]:
+def _serving(address: str, dial: Dial) -> Callable[[], Awaitable[bool]]:
     async def is_ready() -> bool:
         # A new channel each time: an old one would wait longer and longer before it tries again.
-        async with open_channel(address) as channel:
+        async with dial(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
                 reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=READY_TIMEOUT_S)

@@ -9,7 +9,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.common.errors import ConfigError
+from kvferry.services.rpc.tls import Tls
 
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to `host:port`."""
+
+LIVENESS = "liveness"
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
@@ -26,18 +31,32 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel that notices a dead peer within about 4 s while calls are open on it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def dialer(tls: Tls | None) -> Dial:
+    """Opens channels that notice a dead peer within about 4 s while calls are open on them."""
+
+    def open_channel(address: str) -> grpc.aio.Channel:
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        options = [*_OPTIONS, *tls.channel_options()]
+        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+    return open_channel
+
+
+open_channel = dialer(None)
 
 
 class Server:
     """A gRPC server with the standard health service and reflection.
 
-    `add` is called with the raw server to register servicers. The health of "" follows `set_serving`.
+    `add` is called with the raw server to register servicers. The health of "" (take requests here) follows
+    `set_serving`, that of "liveness" (this process is well) follows `set_alive` and holds from the start.
     """
 
-    def __init__(self, add: Callable[[grpc.aio.Server], None], service_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, add: Callable[[grpc.aio.Server], None], service_names: tuple[str, ...], tls: Tls | None = None
+    ) -> None:
+        self._tls = tls
         self.raw = grpc.aio.server(options=_OPTIONS)
         self.health = health.aio.HealthServicer()
         add(self.raw)
@@ -49,18 +68,28 @@ class Server:
         """Listens; returns the port. Raises ConfigError naming the address when it is taken."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self.raw.add_insecure_port(address)
+            if self._tls is None:
+                bound = self.raw.add_insecure_port(address)
+            else:
+                bound = self.raw.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as exc:
             raise ConfigError(f"cannot listen on {address}: is the port in use?") from exc
         if not bound:
             raise ConfigError(f"cannot listen on {address}: is the port in use?")
         await self.set_serving(False)
+        await self.set_alive(True)
         await self.raw.start()
         return bound
 
     async def set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self.health.set("", status)
+        await self._set_health("", serving)
+
+    async def set_alive(self, alive: bool) -> None:
+        await self._set_health(LIVENESS, alive)
+
+    async def _set_health(self, service: str, well: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.health.set(service, status)
 
     async def stop(self, grace_s: float) -> None:
         await self.health.enter_graceful_shutdown()
