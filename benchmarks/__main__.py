@@ -9,7 +9,7 @@ import sys
 from kvferry.common.cores import NODE_ENVIRON
 
 NAMES = ("memory", "batching", "prefix", "serving")
-BY_NAME_ONLY = ("aot", "kernels", "transfer")
+BY_NAME_ONLY = ("aot", "handover", "kernels", "transfer")
 
 
 def main() -> int:

@@ -5,7 +5,8 @@
 
 Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
 transports and of the copy are interleaved; rates are medians. CPU time is that of both processes. Pulls above
-`--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever UCX finds on this host.
+`--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever UCX finds on this host; pulls of
+8 MB and more are compared with `ucx_perftest` over the same.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import psutil
 
+from benchmarks.perftest import tag_rate
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import Server
@@ -36,6 +38,8 @@ from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.server import BlocksServicer
 
 SHM_DIR = "/dev/shm"
+PERFTEST_MIN_BYTES = 8_000_000
+"""Pulls from here on are compared with UCX's own benchmark."""
 CARD = LayoutCard("benchmark", "numerics", "float32", 16, 2, 1, 8, "0")
 
 
@@ -156,6 +160,13 @@ def print_rows(block_bytes: int, count: int, found: dict[str, Measured]) -> None
               f"{1e3 * median_s:10.3f} {cpu}", flush=True)  # fmt: skip
 
 
+def print_perftest(block_bytes: int, count: int, ucx: Measured, rates: list[float]) -> None:
+    """Measured before and after ours, for its rounds cannot be interleaved."""
+    rate = block_bytes * count / statistics.median(ucx.seconds)
+    print(f"{block_bytes:10,d} {count:7,d}  perftest {' and '.join(f'{r / 1e6:.0f}' for r in rates)} MB/s: "
+          f"ucx reaches {rate / statistics.mean(rates):.0%} of it", flush=True)  # fmt: skip
+
+
 async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str, ...]) -> None:
     counts = [count for count in args.blocks if count * block_bytes <= args.max_mb * 1e6]
     segment = PoolSegment.anonymous(max(counts), block_bytes)
@@ -165,7 +176,13 @@ async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str,
             for name, (puller, peer) in reader.items():
                 await check(name, puller, peer, said, segment, source)
             for count in counts:
-                print_rows(block_bytes, count, await measure(reader, said, segment, source, count, args.seconds))
+                compares = "ucx" in transports and count * block_bytes >= PERFTEST_MIN_BYTES
+                rates = [await asyncio.to_thread(tag_rate)] if compares else []
+                found = await measure(reader, said, segment, source, count, args.seconds)
+                print_rows(block_bytes, count, found)
+                if compares:
+                    rates.append(await asyncio.to_thread(tag_rate))
+                    print_perftest(block_bytes, count, found["ucx"], rates)
 
 
 def _numbers(text: str) -> list[int]:

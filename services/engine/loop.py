@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 
+from kvferry.common.fail_points import FailPoints
 from kvferry.services.engine.engine import Engine
 
 log = logging.getLogger("kvferry.engine")
@@ -19,12 +21,22 @@ class EngineLoop:
     its state can then not be trusted, and the process must end.
     """
 
-    def __init__(self, engine: Engine, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, engine: Engine, on_failure: Callable[[BaseException], None], fail_points: FailPoints | None = None
+    ) -> None:
         self.engine = engine
+        self._fail_points = fail_points or FailPoints()
+        self._step_began_s: float | None = None
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def step_s(self) -> float:
+        """For how many seconds the running step has run; 0.0 between steps."""
+        began = self._step_began_s
+        return 0.0 if began is None else time.monotonic() - began
 
     def start(self) -> None:
         self._thread.start()
@@ -38,7 +50,11 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self.engine.step():
+                self._step_began_s = time.monotonic()
+                self._fail_points.pause("engine.step")
+                has_worked = self.engine.step()
+                self._step_began_s = None
+                if not has_worked:
                     self.engine.wait_for_work(0.5)
         except BaseException as exc:
             log.exception("the engine loop broke")

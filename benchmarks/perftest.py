@@ -1,0 +1,54 @@
+"""`ucx_perftest`, which lies in ucxx's wheel, as the yardstick of transport `ucx`: the same library, the same wire."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+MESSAGE_BYTES = 2**21
+"""As long as a run of blocks of ours."""
+_NUM_MESSAGES = 300
+_START_S = 20.0
+
+
+def tag_rate() -> float:
+    """Bytes per second of tagged messages between two processes here, over what UCX_TLS says. Raises RuntimeError."""
+    folder = _libucx()
+    libs = [folder / "lib", *folder.parent.glob("libucx_*.libs")]
+    env = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(map(str, libs))}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [str(folder / "bin" / "ucx_perftest"), "-p", port]
+    what = ["-t", "tag_bw", "-s", str(MESSAGE_BYTES), "-n", str(_NUM_MESSAGES), "-w", "20", "-f"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _wait_for(int(port), server)
+            done = subprocess.run(
+                [*command, "127.0.0.1", *what], env=env, capture_output=True, text=True, timeout=120, check=False
+            )
+        finally:
+            server.kill()
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == [str(_NUM_MESSAGES)]]
+    if not rows:
+        raise RuntimeError(f"ucx_perftest: {done.stderr.strip() or done.stdout.strip()}")
+    return float(rows[-1][-3]) * 2**20  # MB/s overall, before the two message rates
+
+
+def _libucx() -> Path:
+    spec = find_spec("libucx")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("libucx is not installed: pip install 'kvferry[ucx]'")
+    return Path(spec.origin).parent
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    """Until it listens: looked up, not tried, since it serves one connection only."""
+    deadline, wanted = time.monotonic() + _START_S, f":{port:04X} "
+    while not any(wanted in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the server of ucx_perftest does not come up")
+        time.sleep(0.02)
