@@ -29,7 +29,7 @@ class Welcome(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,9 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -46,7 +49,28 @@ class Submit(_message.Message):
     cache_salt: str
     prefill: _containers.RepeatedCompositeFieldContainer[Candidate]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    traceparent: str
+    resumed: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ...) -> None: ...
+
+class ResumedChoice(_message.Message):
+    __slots__ = ("index", "token_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("instance_id", "address", "num_blocks")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    address: str
+    num_blocks: int
+    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("instance_id", "address", "cached_blocks")
@@ -221,20 +245,26 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "first_block", "card", "priority")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "first_block", "card", "priority", "holders", "traceparent", "cached_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     first_block: int
     card: LayoutCard
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ..., card: _Optional[_Union[LayoutCard, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    traceparent: str
+    cached_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ..., card: _Optional[_Union[LayoutCard, _Mapping]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., cached_only: _Optional[bool] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ()
@@ -363,12 +393,16 @@ class LayoutCard(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("lease_id", "block_ids")
+    __slots__ = ("lease_id", "block_ids", "first_kv_head", "num_kv_heads")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_kv_head: int
+    num_kv_heads: int
+    def __init__(self, lease_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
 
 class BlockData(_message.Message):
     __slots__ = ("data", "checksums")

@@ -107,9 +107,10 @@ class Decode:
 
 
 class PrefillStub:
-    """---------------------------------------------------------------- decode -> prefill
+    """---------------------------------------------------------------- any node -> any node: blocks of a prompt
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
+    Prefill nodes compute what they lack; every node offers what it has in its cache (`cached_only`).
     reader: start, renew*, release
     owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """
@@ -128,9 +129,10 @@ class PrefillStub:
 
 
 class PrefillServicer:
-    """---------------------------------------------------------------- decode -> prefill
+    """---------------------------------------------------------------- any node -> any node: blocks of a prompt
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
+    Prefill nodes compute what they lack; every node offers what it has in its cache (`cached_only`).
     reader: start, renew*, release
     owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """
@@ -158,9 +160,10 @@ def add_PrefillServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefill:
-    """---------------------------------------------------------------- decode -> prefill
+    """---------------------------------------------------------------- any node -> any node: blocks of a prompt
 
     One stream per prompt, opened by the node that will own the blocks. Its end, however it comes, ends the lease.
+    Prefill nodes compute what they lack; every node offers what it has in its cache (`cached_only`).
     reader: start, renew*, release
     owner:  accepted, (filled | renewed)*, computed, released   (or one error, which ends the stream)
     """

@@ -10,7 +10,8 @@ import grpc
 from kvferry.common.config import Config
 from kvferry.common.errors import Draining, Unavailable
 from kvferry.common.fail_points import FailPoints
-from kvferry.common.nodes import LayoutCard, Role
+from kvferry.common.nodes import LayoutCard, NodeState, Role
+from kvferry.common.tracing import Tracing
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.model_config import ModelConfig
@@ -41,9 +42,18 @@ class NodeContext:
     role: Role
     node_id: str
     instance_id: str
+    address: str = ""  # that peers reach this node by, once it listens
     draining: bool = False
+    stalled: bool = False
+    tracing: Tracing = field(default_factory=Tracing)
     fail_points: FailPoints = field(default_factory=FailPoints)
     loaded: LoadedNode | None = None
+
+    @property
+    def state(self) -> NodeState:
+        if self.draining:
+            return NodeState.DRAINING
+        return NodeState.STALLED if self.stalled else NodeState.READY
 
     def require_loaded(self) -> LoadedNode:
         """Raises Unavailable while the model loads."""

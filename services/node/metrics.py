@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvferry.common.config import TransportName
+from kvferry.common.errors import BlockCorrupt, DeadlineExceeded, Internal, KvferryError, Overloaded, Unavailable
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.fault_metrics import FaultCollector
-from kvferry.common.nodes import LayoutCard, NodeLoad
+from kvferry.common.nodes import LayoutCard, Link, NodeLoad
+from kvferry.common.requests import FinishReason
 from kvferry.services.engine.outputs import StepReport
+from kvferry.services.transfer.base import PullResult
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -47,6 +52,23 @@ class _LoadCollector(Collector):
         yield blocks
 
 
+class _LinkCollector(Collector):
+    def __init__(self, links: Callable[[], Iterable[Link]]) -> None:
+        self._links = links
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ["peer", "address", "transport", "reason"]
+        family = GaugeMetricFamily(
+            "kvferry:transfer_link", "1 for each peer that blocks are pulled from.", labels=labels
+        )
+        for link in self._links():
+            family.add_metric([link.instance_id, link.address, link.transport, link.reason], 1)
+        yield family
+
+
 def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
     """Labels of `kvferry:engine_info`."""
     return {
@@ -58,10 +80,16 @@ def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
 
 
 class NodeMetrics:
-    def __init__(self, load: Callable[[], NodeLoad], fail_points: FailPoints | None = None) -> None:
+    def __init__(
+        self,
+        load: Callable[[], NodeLoad],
+        fail_points: FailPoints | None = None,
+        links: Callable[[], Iterable[Link]] = tuple,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadCollector(load))
         self.registry.register(FaultCollector(fail_points or FailPoints()))
+        self.registry.register(_LinkCollector(links))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvferry:{name}", text, labels, registry=self.registry)
@@ -87,13 +115,49 @@ class NodeMetrics:
         self.transfer_bytes = counter("transfer_bytes", "Bytes pulled from peers.", "transport")
         self.transfer_blocks = counter("transfer_blocks", "Blocks pulled from peers.", "transport")
         self.transfer_failures = counter("transfer_failures", "Receives that did not complete, by error code.", "cause")
+        self.cached_pulls = counter(
+            "cached_pulls", "Pulls of blocks that a peer may have cached, by what became of them.", "outcome"
+        )
+        self.leases_revoked = counter("leases_revoked", "Leases of cached blocks that were needed here.")
         self.leases_expired = counter("leases_expired", "Leases that ran out without being renewed.")
+        self.queue_seconds = histogram(
+            "engine_queue_time_seconds", "From a request's arrival at this node to its first step.", _SECONDS
+        )
         self.step_tokens = histogram(
             "iteration_tokens_total", "Tokens per engine step.", (1, 4, 16, 64, 256, 1024, 4096)
         )
         self.step_seconds = histogram("engine_step_seconds", "Seconds per engine step.", _SECONDS)
         self.transfer_seconds = histogram("transfer_seconds", "Seconds per pull.", _SECONDS, "transport")
         self.cancel_to_free = histogram("cancel_to_free_seconds", "From a cancel to its blocks given back.", _SECONDS)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Series that exist from the start: the first increment of one that does not is no rate."""
+        for transport in get_args(TransportName):
+            for labelled in (self.transfer_bytes, self.transfer_blocks, self.transfer_seconds):
+                labelled.labels(transport)
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+            self.prompt_tokens.labels(source)
+        for reason in FinishReason:
+            self.requests.labels(reason.value)
+        causes: list[type[KvferryError]] = [Unavailable, BlockCorrupt, Overloaded, DeadlineExceeded, Internal]
+        for error in [*causes, *Unavailable.__subclasses__()]:
+            self.transfer_failures.labels(error.code)
+        self.local_fallbacks.labels("all_candidates_failed")
+        for outcome in ("moved", "failed", "computing_is_cheaper"):
+            self.cached_pulls.labels(outcome)
+
+    def note_prompt(self, num_computed: int, num_cached: int, num_received: int) -> None:
+        """Where this node has the tokens of one prompt from."""
+        self.prompt_tokens.labels("local_compute").inc(num_computed)
+        self.prompt_tokens.labels("local_cache_hit").inc(num_cached)
+        self.prompt_tokens.labels("external_kv_transfer").inc(num_received)
+
+    def note_pulls(self, pulls: Iterable[PullResult]) -> None:
+        for pull in pulls:
+            self.transfer_bytes.labels(pull.transport).inc(pull.num_bytes)
+            self.transfer_blocks.labels(pull.transport).inc(pull.num_blocks)
+            self.transfer_seconds.labels(pull.transport).observe(pull.seconds)
 
     def note_step(self, report: StepReport) -> None:
         stats = report.stats
@@ -104,5 +168,11 @@ class NodeMetrics:
             self.preemptions.inc(stats.num_preemptions)
         if stats.num_copied_blocks:
             self.copied_blocks.inc(stats.num_copied_blocks)
+        for first in (token.first for token in report.tokens):
+            if first is not None:
+                self.queue_seconds.observe(first.admitted_s - first.arrival_s)
+        for blocks in report.blocks:
+            if blocks.complete:
+                self.queue_seconds.observe(blocks.admitted_s - blocks.arrival_s)
         if report.tokens:
             self.generation_tokens.inc(len(report.tokens))

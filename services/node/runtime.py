@@ -18,25 +18,28 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
-from prometheus_client import start_http_server
 
 from kvferry.common.config import Config
 from kvferry.common.errors import ConfigError, KvferryError
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.log import setup_logging
-from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
+from kvferry.common.nodes import NodeLoad, NodeRecord, Role
+from kvferry.common.tracing import open_tracing
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.engine.loop import EngineLoop
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
+from kvferry.services.node.address import advertised_host, default_node_id
 from kvferry.services.node.context import LoadedNode, NodeContext, NodeService
 from kvferry.services.node.engine_factory import build_engine
 from kvferry.services.node.membership import Membership
 from kvferry.services.node.metrics import NodeMetrics, engine_info
-from kvferry.services.rpc.aio import Server
+from kvferry.services.node.metrics_server import serve_metrics
+from kvferry.services.rpc.aio import Server, dialer
 from kvferry.services.rpc.errors import to_status
+from kvferry.services.rpc.tls import Tls
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.puller import Puller
 from kvferry.services.transfer.server import BlocksServicer
@@ -44,6 +47,7 @@ from kvferry.services.transfer.server import BlocksServicer
 log = logging.getLogger("kvferry.node")
 
 LEASE_CHECK_S = 0.25
+PROGRESS_CHECK_S = 0.5
 _T = TypeVar("_T")
 DRAIN_CHECK_S = 0.05
 
@@ -62,15 +66,18 @@ class NodeRuntime(pb_grpc.NodeServicer):
     def __init__(self, config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> None:
         if config.cluster.redis_url is None:
             raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
-        node_id = config.node.node_id or f"{role}-{config.node.node_port or secrets.token_hex(3)}"
+        node_id = config.node.node_id or default_node_id(role, config.node)
         self.config = config
+        self._tls = Tls.of(config.cluster)
         fail_points = FailPoints(config.cluster.fail_points or "", config.cluster.fail_points_seed)
         self.context = NodeContext(config, role, node_id, secrets.token_hex(8), fail_points=fail_points)
+        self.context.tracing = open_tracing(config.cluster.otlp_traces_endpoint, f"kvferry-{role}")
         self.service = make_service(self.context)
         self.blocks = BlocksServicer(self.context.instance_id, fail_points)
         index = with_faults(open_index(config.cluster.redis_url, config.cluster.namespace), fail_points)
         self.membership = Membership(index, config.node.heartbeat_s, config.node.node_ttl_s)
-        self.address = self.metrics_address = ""
+        self.metrics_address = ""
+        self._host = ""  # that peers know us by
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -80,13 +87,14 @@ class NodeRuntime(pb_grpc.NodeServicer):
         for sig in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(sig, self._stop.set)
         node = self.config.node
-        server = Server(
-            self._add_servicers, tuple(f"kvferry.v1.{n}" for n in (self.service.service_name, "Blocks", "Node"))
-        )
+        served = dict.fromkeys((self.service.service_name, "Prefill", "Blocks", "Node"))
+        names = tuple(f"kvferry.v1.{name}" for name in served)
+        server = Server(self._add_servicers, names, self._tls)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(server.stop, 0.0)
             port = await server.start(node.node_host, node.node_port)
-            self.address = f"{node.advertise_host or node.node_host}:{port}"
+            self._host = await asyncio.to_thread(advertised_host, node, self.config.cluster.redis_url or "")
+            self.context.address = f"{self._host}:{port}"
             await self._load(stack)
             tasks = [
                 asyncio.create_task(work, name=name)
@@ -94,6 +102,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
                     ("renew", self.membership.renew(self.record, self._held_names)),
                     ("publish", self.membership.publish_forever(self.context.instance_id)),
                     ("leases", self._expire_leases()),
+                    ("progress", self._watch_progress(server)),
                 )
             ]
             for task in tasks:
@@ -101,7 +110,9 @@ class NodeRuntime(pb_grpc.NodeServicer):
             await _first(self.membership.registered.wait(), self._stop.wait())
             if not self._stop.is_set():
                 await server.set_serving(True)
-                log.info("%s ready on %s, instance %s", self.context.node_id, self.address, self.context.instance_id)
+                log.info(
+                    "%s ready on %s, instance %s", self.context.node_id, self.context.address, self.context.instance_id
+                )
             await self._stop.wait()
             await server.set_serving(False)
             await self._drain()
@@ -112,6 +123,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             await self.service.aclose()
             await server.stop(1.0)
             self.context.require_loaded().leases.release_all()
+            await asyncio.to_thread(self.context.tracing.flush)
         if self._failure is not None:
             log.error("%s ends: %s", self.context.node_id, self._failure)
         return int(self._failure is not None)
@@ -123,19 +135,20 @@ class NodeRuntime(pb_grpc.NodeServicer):
             instance_id=self.context.instance_id,
             node_id=self.context.node_id,
             role=self.context.role,
-            address=self.address,
+            address=self.context.address,
             model=self.config.served_model,
             card=loaded.card,
             max_model_len=loaded.max_model_len,
             batch_invariant=loaded.batch_invariant,
             metrics_address=self.metrics_address,
-            state=NodeState.DRAINING if self.context.draining else NodeState.READY,
+            state=self.context.state,
             load=self._node_load(),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.StatsReply:  # noqa: N802
         try:
-            return pb.StatsReply(record_json=self.record().to_json())
+            record = replace(self.record(), links=tuple(self.context.require_loaded().puller.links))
+            return pb.StatsReply(record_json=record.to_json())
         except KvferryError as exc:
             await context.abort(*to_status(exc))
             raise
@@ -155,7 +168,12 @@ class NodeRuntime(pb_grpc.NodeServicer):
         )
         stack.callback(built.segment.close)
         stack.callback(self.blocks.close)
-        leases = LeaseTable(built.engine.pin, built.engine.unpin, lease_s=node.lease_s)
+        leases = LeaseTable(
+            built.engine.pin,
+            built.engine.unpin,
+            lease_s=node.lease_s,
+            max_pinned_blocks=int(node.max_leased_cache_share * built.engine.pool.num_blocks),
+        )
         self.blocks.serve(built.card, built.segment, leases, node.transports)
         puller = Puller(
             built.card,
@@ -163,9 +181,10 @@ class NodeRuntime(pb_grpc.NodeServicer):
             built.segment,
             node.transports,
             timeout_s=node.peer_timeout_s,
+            dial=dialer(self._tls),
             fail_points=self.context.fail_points,
         )
-        metrics = NodeMetrics(self._node_load, self.context.fail_points)
+        metrics = NodeMetrics(self._node_load, self.context.fail_points, lambda: puller.links)
         metrics.engine_info.info(engine_info(built.card, built.batch_invariant))
         self.context.loaded = LoadedNode(
             engine=built.engine,
@@ -178,7 +197,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             grammars=built.grammars,
             batch_invariant=built.batch_invariant,
         )
-        engine_loop = EngineLoop(built.engine, self._fail)
+        self._engine_loop = engine_loop = EngineLoop(built.engine, self._fail, self.context.fail_points)
         engine_loop.start()
         stack.push_async_callback(engine_loop.stop)
         stack.push_async_callback(puller.aclose)
@@ -187,17 +206,8 @@ class NodeRuntime(pb_grpc.NodeServicer):
 
     def _serve_metrics(self, stack: AsyncExitStack, metrics: NodeMetrics) -> None:
         node = self.config.node
-        try:
-            httpd, thread = start_http_server(node.metrics_port, node.node_host, metrics.registry)
-        except OSError as exc:
-            raise ConfigError(f"cannot serve metrics on {node.node_host}:{node.metrics_port}: {exc.strerror}") from exc
-        self.metrics_address = f"{node.advertise_host or node.node_host}:{httpd.server_port}"
-
-        def close() -> None:
-            httpd.shutdown()
-            httpd.server_close()
-            thread.join(5.0)
-
+        port, close = serve_metrics(metrics.registry, node.node_host, node.metrics_port)
+        self.metrics_address = f"{self._host}:{port}"
         stack.callback(close)
 
     def _node_load(self) -> NodeLoad:
@@ -223,6 +233,26 @@ class NodeRuntime(pb_grpc.NodeServicer):
                 log.warning("lease %s expired: its reader did not renew it", lease_id[:8])
                 loaded.metrics.leases_expired.inc()
                 self.service.on_lease_expired(lease_id)
+            if loaded.engine.leases_block_admission():
+                for lease_id in loaded.leases.revoke_cached():
+                    log.info("lease %s revoked: a request waits for blocks", lease_id[:8])
+                    loaded.metrics.leases_revoked.inc()
+                    self.service.on_lease_expired(lease_id)
+
+    async def _watch_progress(self, server: Server) -> None:
+        """A stalled node says so in its record and its health, and is back by itself once the step has ended."""
+        while True:
+            await asyncio.sleep(PROGRESS_CHECK_S)
+            stalled = self._engine_loop.step_s > self.config.node.stall_timeout
+            if stalled == self.context.stalled:
+                continue
+            self.context.stalled = stalled
+            if stalled:
+                log.error("stalled: one engine step runs for over %.0f s", self.config.node.stall_timeout)
+            else:
+                log.warning("no longer stalled")
+            await server.set_alive(not stalled)
+            await server.set_serving(not stalled and self.membership.registered.is_set() and not self.context.draining)
 
     async def _drain(self) -> None:
         self.context.draining = True

@@ -27,11 +27,16 @@ letters those of a block on its way; the arrows say who takes the step, and mess
                                                             released   to the cache or the free list
 
    from COMPUTING or COMPUTED to ABORTED (pins given back, the sequence closed), whichever comes first:
-       the stream breaks or is cancelled · the lease's deadline passes (expire_due) · computing fails · the node drains
+       the stream breaks or is cancelled · the lease's deadline passes (expire_due) or it is revoked (revoke_cached) ·
+       computing fails · the node drains
    from ASKED, PULLING or CONFIRMING to DROPPED (its blocks stay *incoming* until the last write is over):
        an error reply · the stream ends · silence · fewer replies than «renewed» tells of · a failed pull · a cancel
        and then the next candidate is asked, and after the last one the prompt is computed here, into the same blocks
 
+- A start for cached blocks only is answered at once and takes no memory: the owner pins what it has of the prompt and
+  goes through COMPUTING to COMPUTED in one move, or refuses where peers have pinned too much. «accepted» says how many
+  blocks there are; the reader leaves or takes those. Nobody here ever waits for another node's memory.
+- Leases of cached blocks are revoked when a request of the owner waits for blocks: to the reader like an expiry.
 - «renew» may be sent at any time until «release»; it starts the lease's time anew, or comes too late and aborts.
 - Only the reader writes its pool, and `Transport.pull` returns (or raises, or is cancelled) only when no more writes
   can happen. So *dropped* frees the block at once: no write can come late.
@@ -47,6 +52,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
+
+from kvferry.services.transfer.heads import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class Peer:
     shm: ShmOffer | None
     ucx_port: int | None  # on the host of `address`
     channel: grpc.aio.Channel  # open for other calls, too, as long as one holds this object
+    part: Part | None = None  # of each block, when the two ranks hold different kv-heads; None: whole blocks
 
     def __str__(self) -> str:
         return f"node {self.instance_id} at {self.address}"
@@ -101,6 +109,7 @@ class Transport(Protocol):
     ) -> None:
         """Copies block `src_block_ids[i]` of `source` to the own block `dst_block_ids[i]` (which are distinct).
 
+        With `source.part` only those bytes of it, into their places; the rest of the own blocks is not touched.
         Returns, raises or is cancelled only when no more writes can happen. After an error or a cancel the
         destination blocks hold anything. Waits at most its timeout for a silent peer.
         """

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.uint8]
-"""A pool's memory or a part of it: [num_blocks, block_bytes]."""
+"""A pool's memory or a part of it: [num_blocks, block_bytes], or [num_blocks, num_planes, bytes of some heads]."""
 
 T = TypeVar("T")
 
@@ -58,17 +58,23 @@ def copy_blocks(
     """Copies rows of `source` to rows of `dest`, which must not overlap; ids must be in range.
 
     One numpy call per run of adjacent destination blocks, so that a scattered copy, too, gives up the interpreter
-    lock once and not once per block (a busy thread takes up to 5 ms to give it back).
+    lock once and not once per block (a busy thread takes up to 5 ms to give it back). Where rows are parts of blocks,
+    numpy has no such call without a copy in between: then one per run that is adjacent on both sides.
     """
     order = np.argsort(np.asarray(dst_block_ids, dtype=np.intp), kind="stable")
     dst = np.asarray(dst_block_ids, dtype=np.intp)[order]
     src = np.asarray(src_block_ids, dtype=np.intp)[order]
-    piece = max(1, _PIECE_BYTES // dest.shape[1])
-    borders = [0, *(np.flatnonzero(np.diff(dst) != 1) + 1).tolist(), len(dst)]
+    is_whole = source.flags.c_contiguous and dest.flags.c_contiguous
+    piece = max(1, _PIECE_BYTES // (dest.shape[-1] * (1 if dest.ndim == 2 else dest.shape[1])))
+    ends = np.diff(dst) != 1 if is_whole else (np.diff(dst) != 1) | (np.diff(src) != 1)
+    borders = [0, *(np.flatnonzero(ends) + 1).tolist(), len(dst)]
     for run_start, run_stop in itertools.pairwise(borders):
         for start in range(run_start, run_stop, piece):
             if stop is not None and stop.is_set():
                 return
             rows = src[start : min(start + piece, run_stop)]
             out = dest[dst[start] : dst[start] + len(rows)]
-            np.take(source, rows, axis=0, out=out, mode="clip")  # any other mode copies through a buffer
+            if is_whole:
+                np.take(source, rows, axis=0, out=out, mode="clip")  # any other mode copies through a buffer
+            else:
+                np.copyto(out, source[rows[0] : rows[0] + len(rows)])

@@ -18,6 +18,7 @@ from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.errors import from_rpc_error
 from kvferry.services.transfer.base import Peer, was_cancelled
 from kvferry.services.transfer.copier import Copier
+from kvferry.services.transfer.heads import view
 from kvferry.services.transfer.segment import PoolSegment
 
 
@@ -51,7 +52,11 @@ class GrpcTransport:
     async def _runs(self, source: Peer, lease_id: str, block_ids: Sequence[int]) -> AsyncGenerator[pb.BlockData]:
         """The owner's messages, its failures as ours. Ends only when the owner has said that all was well."""
         stub = pb_grpc.BlocksStub(source.channel)
-        call = stub.Read(pb.ReadRequest(lease_id=lease_id, block_ids=block_ids))
+        heads = source.part.heads if source.part else range(0)
+        request = pb.ReadRequest(
+            lease_id=lease_id, block_ids=block_ids, first_kv_head=heads.start, num_kv_heads=len(heads)
+        )
+        call = stub.Read(request)
         try:
             while True:
                 async with asyncio.timeout(self._timeout_s):
@@ -74,7 +79,9 @@ class GrpcTransport:
         self, source: Peer, run: pb.BlockData, src: Sequence[int], dst: Sequence[int], stop: threading.Event
     ) -> int:
         """Checks each block of the run and writes it into its row; returns how many there were."""
-        data, size = memoryview(run.data), self._own.block_bytes
+        part = source.part
+        data, size = memoryview(run.data), part.mine.num_bytes if part else self._own.block_bytes
+        mine = view(self._own.buffer, part.mine if part else None)
         if not 0 < len(run.checksums) <= len(dst) or len(data) != len(run.checksums) * size:
             raise TransferFailed(f"{source} sent {len(data)} bytes as {len(run.checksums)} blocks of {size}")
         for i, (checksum, src_block_id, dst_block_id) in enumerate(zip(run.checksums, src, dst, strict=False)):
@@ -83,7 +90,7 @@ class GrpcTransport:
                 raise BlockCorrupt(f"{source}: block {src_block_id} arrived with a wrong checksum")
             if stop.is_set():
                 break
-            self._own.buffer[dst_block_id] = np.frombuffer(row, dtype=np.uint8)
+            mine[dst_block_id] = np.frombuffer(row, dtype=np.uint8).reshape(mine.shape[1:])
         return len(run.checksums)
 
     def drop(self, instance_id: str) -> None:

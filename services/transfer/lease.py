@@ -31,7 +31,7 @@ class LeaseCounts:
     num_pins: int = 0  # a block under two leases counts twice
     num_cached_pins: int = 0  # those of leases `for_cached`, limited by the cap
     num_opened: int = 0
-    num_released: int = 0
+    num_released: int = 0  # also those that were revoked
     num_expired: int = 0  # opened == open + released + expired
 
 
@@ -115,6 +115,17 @@ class LeaseTable:
             for lease in due:
                 self._close(lease, expired=True)
             return [lease.lease_id for lease in due]
+
+    def revoke_cached(self) -> list[str]:
+        """Unpins the blocks of all leases `for_cached`, for work that waits for blocks; returns their ids.
+
+        Their readers hear of it when they renew or release, as of any lease that was not valid throughout.
+        """
+        with self._lock:
+            revoked = [lease for lease in self._leases.values() if lease.for_cached]
+            for lease in revoked:
+                self._close(lease, expired=False)
+            return [lease.lease_id for lease in revoked]
 
     def release_all(self) -> None:
         """For shutdown: no lease outlives its node."""

@@ -1,8 +1,8 @@
 """The two sides of one hand-over as plain states, drawn in `base.py`. No wire, no clock, no tasks, no tensors.
 
-`services/prefill` runs an `OwnerSide` for each stream, `services/decode` a `ReaderSide`; they send and copy what these
-say, and nothing else decides whether a block is offered or adopted. `tests/transfer/explore.py` visits every state
-that the two can reach together.
+`services/node/owner.py` runs an `OwnerSide` for each stream, `services/node/reader.py` a `ReaderSide`; they send and
+copy what these say, and nothing else decides whether a block is offered or adopted. `tests/transfer/explore.py` visits
+every state that the two can reach together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.common.errors import LeaseExpired, TransferFailed
+from kvferry.common.errors import BlocksGone, LeaseExpired, TransferFailed
 from kvferry.services.transfer.lease import LeaseTable
 
 
@@ -64,9 +64,9 @@ class Offer:
 class OwnerSide:
     """One prompt offered to one reader under one lease, which opens here and ends with `release` or `end`."""
 
-    def __init__(self, leases: LeaseTable, reader: str, first_block: int) -> None:
+    def __init__(self, leases: LeaseTable, reader: str, first_block: int, *, for_cached: bool = False) -> None:
         self.state = OwnerState.COMPUTING
-        self.lease_id = leases.open(reader).lease_id
+        self.lease_id = leases.open(reader, for_cached=for_cached).lease_id
         self._leases = leases
         self._num_pinned = 0
         self._num_reported = first_block
@@ -74,7 +74,8 @@ class OwnerSide:
     def filled(self, block_ids: Sequence[int], *, complete: bool) -> Offer | None:
         """The prompt's first `len(block_ids)` blocks are filled; what the reader must hear of them, if anything.
 
-        Pins from block 0, so that no parent is evicted before its child. Raises LeaseExpired; then nothing is offered.
+        Pins from block 0, so that no parent is evicted before its child. Raises LeaseExpired, or Overloaded where peers
+        have pinned as many cached blocks as they may; then nothing is offered.
         """
         self._leases.extend(self.lease_id, block_ids[self._num_pinned :])
         self._num_pinned = len(block_ids)
@@ -120,7 +121,16 @@ class ReaderSide:
         self._num_offered = self._num_copied = 0
         self._is_computed = False
 
-    def accepted(self, lease_id: str) -> None:
+    @property
+    def num_blocks(self) -> int:
+        """How many it is about: those that were wanted, from the first one on, and that the owner has or will have."""
+        return len(self._block_ids)
+
+    def accepted(self, lease_id: str, num_blocks: int) -> None:
+        """The owner will offer the prompt's blocks up to `num_blocks`. Raises BlocksGone when that is none of these."""
+        self._block_ids = self._block_ids[: max(num_blocks - self._first_block, 0)]
+        if not self._block_ids:
+            raise BlocksGone(f"{num_blocks} leading blocks are there, the reader has {self._first_block}")
         self.lease_id = lease_id
         self._move(ReaderState.PULLING)
 

@@ -13,31 +13,23 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvferry.common.errors import ConfigError, KvferryError, LeaseExpired, TransferFailed, Unavailable
+from kvferry.common.errors import ConfigError, KvferryError, LayoutMismatch, LeaseExpired, TransferFailed, Unavailable
 from kvferry.common.fail_points import FailPoints
-from kvferry.common.nodes import LayoutCard
+from kvferry.common.nodes import LayoutCard, Link
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import open_channel
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 from kvferry.services.rpc.errors import from_rpc_error
 from kvferry.services.transfer.base import Peer, PullResult, ShmOffer, Transport, was_cancelled
+from kvferry.services.transfer.cost import Bandwidth
 from kvferry.services.transfer.grpc import GrpcTransport
+from kvferry.services.transfer.heads import part_of
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
 from kvferry.services.transfer.ucx import UcxTransport
 
 log = logging.getLogger("kvferry.transfer")
-
-
-@dataclass(frozen=True, slots=True)
-class LinkInfo:
-    """Which transport serves a peer, and why. For /cluster and metrics."""
-
-    instance_id: str
-    address: str
-    transport: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -56,9 +48,9 @@ class _Link:
     refused: dict[str, str] = field(default_factory=dict)  # transport -> why it is not used
 
     @property
-    def info(self) -> LinkInfo:
+    def info(self) -> Link:
         reason = "; ".join(f"{name}: {why}" for name, why in self.refused.items()) or "first choice of both sides"
-        return LinkInfo(self.peer.instance_id, self.peer.address, self.usable[0], reason)
+        return Link(self.peer.instance_id, self.peer.address, self.usable[0], reason)
 
 
 class Puller:
@@ -88,19 +80,28 @@ class Puller:
         }
         self.stats = {name: TransportStats() for name in transports}
         self.fallbacks = 0
+        self.bandwidth = Bandwidth()
         self._links: dict[str, _Link] = {}
         self._connecting: dict[tuple[str, str], asyncio.Task[_Link]] = {}
 
     @property
-    def links(self) -> list[LinkInfo]:
+    def links(self) -> list[Link]:
+        """For /cluster and metrics."""
         return [link.info for link in self._links.values()]
 
-    async def connect(self, address: str, instance_id: str) -> Peer:
+    async def connect(self, address: str, instance_id: str, *, some_heads: bool = False) -> Peer:
         """The peer that answers there; the first call shakes hands, later ones return at once.
 
         Raises LayoutMismatch that names both values, or Unavailable: nobody answers, or another instance does.
+        With `some_heads` the peer may hold only some of this node's kv-heads: the rest is to be pulled from others.
         """
-        return (await self._link(address, instance_id)).peer
+        peer = (await self._link(address, instance_id)).peer
+        if not some_heads and peer.part is not None and len(peer.part.heads) < len(self._card.kv_heads):
+            raise LayoutMismatch(
+                f"{peer} holds {len(peer.part.heads)} of the {len(self._card.kv_heads)} kv-heads that this node needs",
+                param="tp_size",
+            )
+        return peer
 
     async def pull(
         self, peer: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
@@ -119,8 +120,10 @@ class Puller:
             return PullResult(link.usable[0], 0, 0, 0.0)
         started = time.perf_counter()
         name = await self._pull(link, lease_id, src_block_ids, dst_block_ids)
-        num_bytes = len(src_block_ids) * self._block_bytes
+        part = link.peer.part
+        num_bytes = len(src_block_ids) * (part.mine.num_bytes if part else self._block_bytes)
         result = PullResult(name, len(src_block_ids), num_bytes, time.perf_counter() - started)
+        self.bandwidth.note(peer.instance_id, num_bytes, result.seconds)
         stats = self.stats[name]
         stats.num_pulls += 1
         stats.num_blocks += result.num_blocks
@@ -217,7 +220,8 @@ class Puller:
             raise from_rpc_error(exc, who) from exc
         if reply.instance_id != instance_id:
             raise Unavailable(f"expected {instance_id} at {address}, found {reply.instance_id}: it was restarted")
-        self._card.check_compatible(card_from_pb(reply.card), who)
+        card = card_from_pb(reply.card)
+        self._card.check_compatible(card, who)
         shm = reply.shm if reply.HasField("shm") else None
         return Peer(
             instance_id=instance_id,
@@ -227,6 +231,7 @@ class Puller:
             shm=ShmOffer(shm.path, shm.size_bytes, shm.blocks_offset, shm.nonce) if shm else None,
             ucx_port=reply.ucx_port or None,
             channel=channel,
+            part=part_of(self._card, card, self._block_bytes),
         )
 
     async def _choose(self, peer: Peer) -> _Link:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
+import numpy as np
 
 from kvferry.common.errors import Internal, KvferryError, TransferFailed, Unavailable
 from kvferry.common.fail_points import Action, FailPoints, copies, spoilt
@@ -20,6 +21,7 @@ from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 from kvferry.services.rpc.errors import to_status
 from kvferry.services.transfer.copier import Copier
 from kvferry.services.transfer.grpc import block_checksum
+from kvferry.services.transfer.heads import Stripe, stripe_of, view
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.ucx_owner import UcxOwner
@@ -55,7 +57,7 @@ class BlocksServicer(pb_grpc.BlocksServicer):
         `shm` is offered only for a shared segment, `ucx` only while its listener is up.
         """
         if "ucx" in transports:
-            self._ucx = _ucx_owner(self._instance_id, segment, leases)
+            self._ucx = _ucx_owner(self._instance_id, card, segment, leases, self._fail_points)
         missing = {name for name, has in (("shm", segment.path), ("ucx", self._ucx)) if has is None}
         offers = tuple(name for name in transports if name not in missing)
         self._served = _Served(card, segment, leases, offers)
@@ -88,11 +90,13 @@ class BlocksServicer(pb_grpc.BlocksServicer):
             served = self._require_served()
             block_ids = list(request.block_ids)
             served.leases.check(request.lease_id, block_ids)
-            per_run = max(1, _RUN_BYTES // served.segment.block_bytes)
+            heads = range(request.first_kv_head, request.first_kv_head + request.num_kv_heads)
+            stripe = stripe_of(served.card, heads, served.segment.block_bytes) if heads else None
+            per_run = max(1, _RUN_BYTES // (stripe.num_bytes if stripe else served.segment.block_bytes))
             for start in range(0, len(block_ids), per_run):
                 run = block_ids[start : start + per_run]
                 served.leases.check(request.lease_id, run)
-                data = await self._copier.run(partial(_read_run, served.segment, run))
+                data = await self._copier.run(partial(_read_run, served.segment, run, stripe))
                 served.leases.check(request.lease_id, run)
                 if self._fail_points.are_on:
                     async for message in _with_faults(self._fail_points, data):
@@ -114,18 +118,23 @@ class BlocksServicer(pb_grpc.BlocksServicer):
         return self._served
 
 
-def _ucx_owner(instance_id: str, segment: PoolSegment, leases: LeaseTable) -> UcxOwner | None:
+def _ucx_owner(
+    instance_id: str, card: LayoutCard, segment: PoolSegment, leases: LeaseTable, fail_points: FailPoints
+) -> UcxOwner | None:
     try:
-        return UcxOwner(instance_id, segment, leases)
+        return UcxOwner(instance_id, card, segment, leases, fail_points=fail_points)
     except TransferFailed as exc:
         log.warning("transport ucx is off: %s", exc.message)
         return None
 
 
-def _read_run(segment: PoolSegment, block_ids: Sequence[int], _stop: threading.Event) -> pb.BlockData:
-    rows = [segment.buffer[block_id] for block_id in block_ids]
+def _read_run(
+    segment: PoolSegment, block_ids: Sequence[int], stripe: Stripe | None, _stop: threading.Event
+) -> pb.BlockData:
+    blocks = view(segment.buffer, stripe)
+    rows = [np.ascontiguousarray(blocks[block_id]) for block_id in block_ids]
     checksums = [block_checksum(row.data, block_id) for row, block_id in zip(rows, block_ids, strict=True)]
-    return pb.BlockData(data=b"".join(rows), checksums=checksums)
+    return pb.BlockData(data=b"".join(row.data for row in rows), checksums=checksums)
 
 
 async def _with_faults(fail_points: FailPoints, run: pb.BlockData) -> AsyncIterator[pb.BlockData]:

@@ -13,6 +13,7 @@ from kvferry.common.errors import TransferFailed
 from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer.base import Peer
 from kvferry.services.transfer.copier import Blocks, Copier, copy_blocks
+from kvferry.services.transfer.heads import view
 from kvferry.services.transfer.segment import PoolSegment
 
 _INLINE_BYTES = 512 * 1024
@@ -35,15 +36,17 @@ class ShmTransport:
         self, source: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
     ) -> None:
         del lease_id
-        theirs = self._attach(source).buffer
+        part = source.part
+        theirs = view(self._attach(source).buffer, part.theirs if part else None)
+        mine = view(self._own.buffer, part.mine if part else None)
         if max(src_block_ids) >= len(theirs):
             raise TransferFailed(f"{source} has {len(theirs)} blocks, asked for block {max(src_block_ids)}")
         if self._fail_points.are_on:
-            await self._copier.run(partial(self._copy_with_faults, theirs, src_block_ids, dst_block_ids))
+            await self._copier.run(partial(self._copy_with_faults, theirs, src_block_ids, mine, dst_block_ids))
         elif len(src_block_ids) * self._own.block_bytes <= _INLINE_BYTES:
-            copy_blocks(theirs, src_block_ids, self._own.buffer, dst_block_ids)
+            copy_blocks(theirs, src_block_ids, mine, dst_block_ids)
         else:
-            await self._copier.run(partial(copy_blocks, theirs, src_block_ids, self._own.buffer, dst_block_ids))
+            await self._copier.run(partial(copy_blocks, theirs, src_block_ids, mine, dst_block_ids))
 
     def drop(self, instance_id: str) -> None:
         self._sources.pop(instance_id, None)  # unmapped when the last copy out of it has ended
@@ -52,11 +55,15 @@ class ShmTransport:
         self._sources.clear()
         self._copier.close()
 
-    def _copy_with_faults(self, theirs: Blocks, src: Sequence[int], dst: Sequence[int], stop: threading.Event) -> None:
+    def _copy_with_faults(
+        self, theirs: Blocks, src: Sequence[int], mine: Blocks, dst: Sequence[int], stop: threading.Event
+    ) -> None:
+        half = len(src) // 2
+        copy_blocks(theirs, src[:half], mine, dst[:half], stop)
         is_spoilt = self._fail_points.pause("transfer.shm.copy")
-        copy_blocks(theirs, src, self._own.buffer, dst, stop)
+        copy_blocks(theirs, src[half:], mine, dst[half:], stop)
         if is_spoilt and not stop.is_set():
-            self._own.buffer[dst[0], 0] ^= 0xFF
+            mine[dst[0]].flat[0] ^= 0xFF
 
     def _attach(self, source: Peer) -> PoolSegment:
         segment = self._sources.get(source.instance_id)
@@ -68,7 +75,7 @@ class ShmTransport:
                 nonce=source.shm.nonce,
                 instance_id=source.instance_id,
                 num_blocks=source.num_blocks,
-                block_bytes=self._own.block_bytes,
+                block_bytes=source.part.their_block_bytes if source.part else self._own.block_bytes,
             )
             self._sources[source.instance_id] = segment
         return segment

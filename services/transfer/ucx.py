@@ -20,14 +20,14 @@ from functools import partial
 from kvferry.common.errors import KvferryError, TransferFailed
 from kvferry.services.transfer.base import Peer, was_cancelled
 from kvferry.services.transfer.copier import Blocks, copy_blocks
+from kvferry.services.transfer.heads import view
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.ucx_thread import Endpoint, Posted, UcxThread, load_ucxx
 from kvferry.services.transfer.ucx_wire import (
-    NUM_SPARE,
     WINDOW,
+    Buffers,
     ReadRequest,
     message_bytes,
-    new_buffer,
     new_tag,
     read_error,
     read_run,
@@ -57,10 +57,12 @@ class _Pull:
             self.is_stopped = True
 
     def land(self, rows: Blocks, pool: Blocks) -> None:
+        part = self.source.part
+        mine = view(pool, part.mine if part else None)
         with self.lock:
             if len(rows) and not self.is_stopped:
                 dst = self.dst_block_ids[self.request.run(self.num_landed)]
-                copy_blocks(rows, range(len(rows)), pool, dst)
+                copy_blocks(rows.reshape(len(rows), *mine.shape[1:]), range(len(rows)), mine, dst)
 
     def end(self, error: KvferryError | None = None) -> None:
         """Tells the one who waits. Only the first call counts."""
@@ -99,7 +101,7 @@ class UcxTransport:
         self._thread: UcxThread | None = None  # from the first pull on
         self._is_closed = False
         self._connections: list[_Connection] = []
-        self._spare: list[Blocks] = []
+        self._buffers = Buffers()
 
     async def open(self, source: Peer) -> None:
         """Connects, and asks whether it is the instance that the handshake named."""
@@ -123,10 +125,11 @@ class UcxTransport:
     async def _pull(self, source: Peer, lease_id: str, src: tuple[int, ...], dst: tuple[int, ...]) -> None:
         if source.ucx_port is None:
             raise TransferFailed(f"{source} does not listen for ucx")
-        request = ReadRequest(new_tag(), self._own.block_bytes, source.instance_id, lease_id, src)
-        loop = asyncio.get_running_loop()
+        part = source.part
+        size, heads = (part.mine.num_bytes, part.heads) if part else (self._own.block_bytes, range(0))
+        request = ReadRequest(new_tag(), size, source.instance_id, lease_id, src, heads)
+        loop, thread = asyncio.get_running_loop(), self._started()
         pull = _Pull(source, request, dst, loop, loop.create_future(), time.monotonic())
-        thread = self._started()
         thread.call(partial(self._begin, thread, pull))
         try:
             await pull.future
@@ -182,6 +185,7 @@ class UcxTransport:
             for _ in range(WINDOW):
                 self._post(thread, connection, pull)
             connection.messages.append(thread.send_message(connection.endpoint, pull.request.to_bytes()))
+            pull.active_at = time.monotonic()  # what was done for it here is not the owner's silence
         except Exception as exc:
             self._cut(thread, connection, exc)
 
@@ -230,7 +234,7 @@ class UcxTransport:
         if index < request.num_runs:
             num_blocks = len(request.block_ids[request.run(index)])
             size = message_bytes(num_blocks, request.block_bytes)
-            memory = self._spare.pop() if self._spare else new_buffer(request.block_bytes)
+            memory = self._buffers.take(request.block_bytes)
             pull.receives.append(thread.receive(connection.endpoint, memory[:size], request.tag + index))
             pull.next_run += 1
 
@@ -247,8 +251,7 @@ class UcxTransport:
                 self._post(thread, connection, pull)
         if pull.num_landed == request.num_runs:
             pull.end()
-        if len(self._spare) < NUM_SPARE and memory.base is not None:
-            self._spare.append(memory.base)
+        self._buffers.give(memory)
 
     def _land(self, pull: _Pull, memory: Blocks, index: int) -> None:
         """Raises what also ends the connection: its owner goes on sending what nobody is going to receive."""

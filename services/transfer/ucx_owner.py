@@ -12,15 +12,17 @@ from functools import partial
 import numpy as np
 
 from kvferry.common.errors import Cancelled, KvferryError, TransferFailed
+from kvferry.common.fail_points import Action, FailPoints, spoilt
+from kvferry.common.nodes import LayoutCard
 from kvferry.services.transfer.copier import Blocks
+from kvferry.services.transfer.heads import stripe_of, view
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.ucx_thread import Endpoint, Posted, Request, UcxThread
 from kvferry.services.transfer.ucx_wire import (
-    NUM_SPARE,
     WINDOW,
+    Buffers,
     ReadRequest,
-    new_buffer,
     parse_message,
     write_error,
     write_run,
@@ -68,12 +70,21 @@ class UcxOwner:
     Its port is open on all interfaces (ucxx binds no other way): what guards the blocks is the lease's id.
     """
 
-    def __init__(self, instance_id: str, segment: PoolSegment, leases: LeaseTable, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        card: LayoutCard,
+        segment: PoolSegment,
+        leases: LeaseTable,
+        *,
+        timeout_s: float = 10.0,
+        fail_points: FailPoints | None = None,
+    ) -> None:
         """Raises ConfigError without ucxx, TransferFailed when UCX does not start."""
-        self._instance_id, self._segment, self._leases = instance_id, segment, leases
-        self._timeout_s = timeout_s
+        self._instance_id, self._card, self._segment, self._leases = instance_id, card, segment, leases
+        self._timeout_s, self._fail_points = timeout_s, fail_points or FailPoints()
         self._readers: list[_Reader] = []
-        self._spare: list[Blocks] = []
+        self._buffers = Buffers()
         self._listener: object = None
         port = Future[int]()
         self._thread = UcxThread("ucx-owner", self)
@@ -147,13 +158,12 @@ class UcxOwner:
         """Sends one run more, if the window allows. Whether anything has moved."""
         num_sent = len(read.sends)
         while read.sends and read.sends[0].has_ended():
-            memory = read.sends.popleft().memory.base
-            if isinstance(memory, np.ndarray) and len(self._spare) < NUM_SPARE:  # an error has no such buffer
-                self._spare.append(memory)
+            self._buffers.give(read.sends.popleft().memory)
         has_moved = len(read.sends) < num_sent
         if read.next_run < read.stop_run and len(read.sends) < WINDOW:
             memory = self._next_run(read)
-            read.sends.append(self._thread.send(reader.endpoint, memory, read.request.tag + read.next_run))
+            for message in self._with_faults(memory) if self._fail_points.are_on else (memory,):
+                read.sends.append(self._thread.send(reader.endpoint, message, read.request.tag + read.next_run))
             read.next_run += 1
             has_moved = True
         now = time.monotonic()
@@ -162,6 +172,20 @@ class UcxOwner:
         elif now - read.active_at > self._timeout_s:
             raise TransferFailed(f"it took nothing for {self._timeout_s:g} s")
         return has_moved
+
+    def _with_faults(self, message: Blocks) -> tuple[Blocks, ...]:
+        """The message as often as it is to be sent. A delay holds up all reads: there is one thread."""
+        fault = self._fail_points.hit("transfer.ucx.run")
+        match fault and fault.action:
+            case Action.DROP:
+                return ()
+            case Action.DUPLICATE:
+                return message, message.copy()
+            case Action.CORRUPT:
+                return (np.frombuffer(spoilt(message.tobytes()), dtype=np.uint8),)
+            case Action.DELAY if fault:
+                time.sleep(fault.delay_s)
+        return (message,)
 
     def _next_run(self, read: _Read) -> Blocks:
         """The lease is checked before and after the blocks are read: what is sent is of leased blocks only."""
@@ -176,21 +200,21 @@ class UcxOwner:
     def _read_run(self, request: ReadRequest, index: int) -> Blocks:
         if request.instance_id != self._instance_id:
             raise TransferFailed(f"asked for {request.instance_id}, found {self._instance_id}: it was restarted")
-        if request.block_bytes != self._segment.block_bytes:
-            raise TransferFailed(f"blocks have {self._segment.block_bytes} B here, {request.block_bytes} B there")
+        size = self._segment.block_bytes
+        stripe = stripe_of(self._card, request.heads, size) if request.heads else None
+        if request.block_bytes != (size := stripe.num_bytes if stripe else size):
+            raise TransferFailed(f"blocks have {size} B here, {request.block_bytes} B there")
+        blocks = view(self._segment.buffer, stripe)
         block_ids = request.block_ids[request.run(index)]
         check = partial(self._leases.check, request.lease_id, block_ids)
         if not request.block_ids:
-            return write_run(self._segment.buffer, (), request.tag, self._buffer())
+            return write_run(blocks, (), request.tag, self._buffers.take(size))
         if index == 0:
             self._leases.check(request.lease_id, request.block_ids)
         check()
-        memory = write_run(self._segment.buffer, block_ids, request.tag + index, self._buffer())
+        memory = write_run(blocks, block_ids, request.tag + index, self._buffers.take(size))
         check()
         return memory
-
-    def _buffer(self) -> Blocks:
-        return self._spare.pop() if self._spare else new_buffer(self._segment.block_bytes)
 
     def _cut(self, reader: _Reader) -> None:
         self._readers.remove(reader)

@@ -32,6 +32,7 @@ _LOOK_S = 0.05
 """Deadlines of what is open are looked at this often."""
 _IDLE_S = 1.0
 """Endpoints whose peer is gone are looked for this often."""
+_GOODBYE_S = 0.02
 
 
 def load_ucxx() -> Any:
@@ -155,9 +156,7 @@ class UcxThread:
         self._jobs.clear()
         try:
             self._side.ended(why)
-            until = time.monotonic() + _IDLE_S
-            while self._let_go() and time.monotonic() < until:
-                self._worker.progress()
+            self._say_goodbye()
         finally:
             _HELD.extend(self._limbo)
             os.close(self._wake_fd)
@@ -180,6 +179,16 @@ class UcxThread:
             self._jobs.popleft()()
             happened = True
         return happened
+
+    def _say_goodbye(self) -> None:
+        """Peers hear of a closed endpoint by progress alone: until no memory is in use, and a moment beyond."""
+        until = time.monotonic() + _IDLE_S
+        while self._let_go() and time.monotonic() < until:
+            self._worker.progress()
+        until = time.monotonic() + _GOODBYE_S
+        while time.monotonic() < until:
+            if not self._worker.progress_once():
+                time.sleep(0.001)
 
     def _let_go(self) -> bool:
         """Forgets the memory of what has completed by now; whether any is left."""

@@ -12,6 +12,7 @@ reader's staging buffer may still hold an old one. All numbers are of this machi
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ NUM_SPARE = 2 * WINDOW
 """Staging buffers that a side keeps for its next runs."""
 _RUN_BYTES = 2**21
 _MIN_BYTES = 1024
-_MAGIC = 0x4B56_0001
+_MAGIC = 0x4B56_0002
 _READ, _STOP = 0, 1
 _HEAD = struct.Struct("=II")
-_REQUEST = struct.Struct("=IIQQI64s64s")
-"""magic, kind, tag, block_bytes, num_blocks, instance id, lease id; then the block ids, u32 each."""
+_REQUEST = struct.Struct("=IIQQIII64s64s")
+"""magic, kind, tag, block_bytes, first kv-head, number of kv-heads, num_blocks, instance id, lease id; then the block
+ids, u32 each."""
 
 
 def new_tag() -> int:
@@ -55,10 +57,11 @@ class ReadRequest:
     """Blocks of `instance_id` to be sent. Without blocks it asks whether that instance is there: one empty run."""
 
     tag: int
-    block_bytes: int
+    block_bytes: int  # of a block on the wire
     instance_id: str
     lease_id: str
     block_ids: tuple[int, ...]
+    heads: range = range(0)  # of the model's kv-heads; none: whole blocks
 
     @property
     def num_runs(self) -> int:
@@ -72,26 +75,27 @@ class ReadRequest:
     def to_bytes(self) -> bytes:
         ids = np.asarray(self.block_ids, dtype=np.uint32)
         names = self.instance_id.encode(), self.lease_id.encode()
-        return _REQUEST.pack(_MAGIC, _READ, self.tag, self.block_bytes, len(ids), *names) + ids.tobytes()
+        heads = self.heads.start, len(self.heads)
+        return _REQUEST.pack(_MAGIC, _READ, self.tag, self.block_bytes, *heads, len(ids), *names) + ids.tobytes()
 
 
 def stop_message(tag: int) -> bytes:
     """The reader no longer wants the runs that are not sent yet; errors may come in their place."""
-    return _REQUEST.pack(_MAGIC, _STOP, tag, 0, 0, b"", b"")
+    return _REQUEST.pack(_MAGIC, _STOP, tag, 0, 0, 0, 0, b"", b"")
 
 
 def parse_message(message: bytes) -> ReadRequest | int:
     """A request, or the tag of one to be stopped. Raises TransferFailed."""
     if len(message) < _REQUEST.size:
         raise TransferFailed(f"a message of {len(message)} bytes is no request")
-    magic, kind, tag, block_bytes, num_blocks, instance_id, lease_id = _REQUEST.unpack_from(message)
+    magic, kind, tag, block_bytes, head, num_heads, num_blocks, *names = _REQUEST.unpack_from(message)
     rest = memoryview(message)[_REQUEST.size :]
     if magic != _MAGIC or kind not in (_READ, _STOP) or len(rest) != 4 * num_blocks:
         raise TransferFailed("the reader speaks another format")
     if kind == _STOP:
         return int(tag)
     ids = tuple(np.frombuffer(rest, dtype=np.uint32).tolist())
-    return ReadRequest(tag, block_bytes, _name(instance_id), _name(lease_id), ids)
+    return ReadRequest(tag, block_bytes, _name(names[0]), _name(names[1]), ids, range(head, head + num_heads))
 
 
 def _name(raw: bytes) -> str:
@@ -103,13 +107,33 @@ def new_buffer(block_bytes: int) -> Blocks:
     return np.empty(message_bytes(blocks_per_run(block_bytes), block_bytes), dtype=np.uint8)
 
 
+class Buffers:
+    """Staging memory, kept from one run to the next. For one thread."""
+
+    def __init__(self) -> None:
+        self._spare: list[Blocks] = []
+
+    def take(self, block_bytes: int) -> Blocks:
+        """Room for any message about blocks of this size."""
+        size = message_bytes(blocks_per_run(block_bytes), block_bytes)
+        for i, memory in enumerate(self._spare):
+            if len(memory) >= size:  # the other side's degree may be any: not all are of one size
+                return self._spare.pop(i)
+        return np.empty(size, dtype=np.uint8)
+
+    def give(self, message: Blocks) -> None:
+        """Takes back the buffer whose first part the message is; anything else is let go."""
+        if isinstance(message.base, np.ndarray) and len(self._spare) < NUM_SPARE:
+            self._spare.append(message.base)
+
+
 def write_run(pool: Blocks, block_ids: Sequence[int], tag: int, buffer: Blocks) -> Blocks:
-    """The message with these blocks of the pool, copied out of it: the first part of `buffer`."""
-    block_bytes, num_blocks = pool.shape[1], len(block_ids)
-    end = _HEAD.size + num_blocks * block_bytes
+    """The message with these rows of the pool, whole or of some heads, copied out of it: the first part of `buffer`."""
+    num_blocks = len(block_ids)
+    end = _HEAD.size + num_blocks * math.prod(pool.shape[1:])
     memory = buffer[: end + 8 * num_blocks + 8]
     _HEAD.pack_into(memory.data, 0, 0, num_blocks)
-    rows = memory[_HEAD.size : end].reshape(num_blocks, block_bytes)
+    rows = memory[_HEAD.size : end].reshape(num_blocks, *pool.shape[1:])
     if num_blocks:
         copy_blocks(pool, block_ids, rows, range(num_blocks))
     checksums = [block_checksum(row.data, block_id) for row, block_id in zip(rows, block_ids, strict=True)]

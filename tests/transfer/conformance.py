@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class Owner:
     segment: PoolSegment
     leases: LeaseTable
     address: str = ""
+    servicer: BlocksServicer | None = None
 
     def lease(self, block_ids: Sequence[int]) -> str:
         lease_id = self.leases.open("test").lease_id
@@ -83,7 +84,7 @@ async def serve(
 ) -> AsyncIterator[Owner]:
     """An owner of `segment` on loopback. The segment stays the caller's."""
     owner = Owner(instance_id or secrets.token_hex(8), segment, leases or LeaseTable(_nothing, _nothing, lease_s=60.0))
-    servicer = BlocksServicer(owner.instance_id, fail_points)
+    owner.servicer = servicer = BlocksServicer(owner.instance_id, fail_points)
     servicer.serve(card, segment, owner.leases, transports)
     server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())
     port = await server.start("127.0.0.1", port)
@@ -110,6 +111,7 @@ def shared_pool(num_blocks: int, block_bytes: int, instance_id: str = "") -> Ite
 @dataclass
 class OwnerProcess:
     process: subprocess.Popen[str]
+    pid: int
     address: str
     instance_id: str
     lease_id: str
@@ -145,10 +147,10 @@ def owner_process(
 
 
 @contextlib.asynccontextmanager
-async def peer_of(address: str, instance_id: str, own: PoolSegment) -> AsyncIterator[Peer]:
-    puller = Puller(CARD, "reader", own, ("grpc",), timeout_s=TIMEOUT_S)
+async def peer_of(address: str, instance_id: str, own: PoolSegment, card: LayoutCard = CARD) -> AsyncIterator[Peer]:
+    puller = Puller(card, "reader", own, ("grpc",), timeout_s=TIMEOUT_S)
     try:
-        yield await puller.connect(address, instance_id)
+        yield await puller.connect(address, instance_id, some_heads=True)
     finally:
         await puller.aclose()
 
@@ -179,10 +181,10 @@ class TransportConformance:
 
     @contextlib.asynccontextmanager
     async def transport_to(
-        self, address: str, instance_id: str, own: PoolSegment
+        self, address: str, instance_id: str, own: PoolSegment, card: LayoutCard = CARD
     ) -> AsyncIterator[tuple[Transport, Peer]]:
         transport = self.make(own)
-        async with peer_of(address, instance_id, own) as peer:
+        async with peer_of(address, instance_id, own, card) as peer:
             try:
                 await transport.open(peer)
                 yield transport, peer
@@ -329,6 +331,50 @@ class TransportConformance:
                     return time.monotonic() - started
 
         assert asyncio.run(body()) < BOUND_S
+
+    @pytest.mark.parametrize(
+        ("num_owners", "num_readers", "num_kv_heads"),
+        [(1, 2, 4), (2, 1, 4), (4, 2, 4), (2, 4, 4), (2, 3, 6), (4, 1, 2), (1, 4, 2), (4, 8, 2)],
+    )
+    def test_a_reader_of_another_tensor_parallel_degree_gets_its_heads_each_in_its_place(
+        self, num_owners: int, num_readers: int, num_kv_heads: int
+    ) -> None:
+        """Ranks are simulated. With more ranks than heads several hold the same head: any of them will do."""
+        card = replace(CARD, num_kv_heads=num_kv_heads, num_layers=3)
+        owners = [replace(card, tp_rank=rank, tp_size=num_owners) for rank in range(num_owners)]
+        readers = [replace(card, tp_rank=rank, tp_size=num_readers) for rank in range(num_readers)]
+        shape = (300, 2 * card.num_layers, num_kv_heads, card.block_size * card.head_dim * 4)
+        whole = np.random.default_rng(0).integers(0, POISON, shape, dtype=np.uint8)
+        src, dst = (np.random.default_rng(seed).permutation(300)[:270] for seed in (1, 2))
+        src[100:120] = np.arange(100, 120)  # a stretch that lies together on both sides, too
+        dst[100:120] = np.setdiff1d(np.arange(300), dst[np.r_[0:100, 120:270]])[:20]
+
+        async def body() -> None:
+            async with contextlib.AsyncExitStack() as stack:
+                started = [await self._start_rank(stack, owner, whole) for owner in owners]
+                for reader in readers:
+                    own = PoolSegment.anonymous(300, reader.block_bytes)
+                    own.buffer[:] = POISON
+                    expected = np.full((300, shape[1], len(reader.kv_heads), shape[3]), POISON, np.uint8)
+                    for owner_card, owner in zip(owners, started, strict=True):
+                        if heads := reader.shared_heads(owner_card):
+                            async with self.transport_to(owner.address, owner.instance_id, own, reader) as (t, peer):
+                                await t.pull(peer, owner.lease(src.tolist()), src.tolist(), dst.tolist())
+                            first = reader.kv_heads.start
+                            places = slice(heads.start - first, heads.stop - first)
+                            expected[dst, :, places] = whole[src][:, :, heads.start : heads.stop]
+                            np.testing.assert_array_equal(own.buffer, expected.reshape(300, -1))
+                    assert (expected[dst] != POISON).all(), "the simulated owners together lack a head"
+
+        asyncio.run(body())
+
+    async def _start_rank(self, stack: contextlib.AsyncExitStack, card: LayoutCard, whole: Blocks) -> Owner:
+        """An owner with this rank's heads of `whole`, [num_blocks, num_planes, num_kv_heads, head_bytes]."""
+        instance_id, segment = stack.enter_context(shared_pool(len(whole), card.block_bytes))
+        segment.buffer[:] = whole[:, :, card.kv_heads.start : card.kv_heads.stop].reshape(len(whole), -1)
+        return await stack.enter_async_context(
+            serve(segment, card=card, instance_id=instance_id, transports=self.offers)
+        )
 
     def test_a_dropped_peer_can_be_pulled_from_again(self) -> None:
         own = PoolSegment.anonymous(4, 64)

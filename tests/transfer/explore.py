@@ -12,10 +12,24 @@ from dataclasses import dataclass
 from tests.transfer.small_world import Action, Budgets, World
 from tests.transfer.snapshots import clone, fingerprint
 
-INSTANCES: dict[str, tuple[int, Budgets]] = {
-    "one prompt, a cancel, a crash, a message lost or late, a block reused": (1, Budgets(drop=1, renew=1, reuse=1)),
-    "one prompt, a cancel, a crash, a message repeated, a block reused": (1, Budgets(duplicate=1, reuse=1)),
-    "two prompts that exceed the owner's pool": (2, Budgets(cancel=0, crash=0)),
+INSTANCES: dict[str, tuple[int, Budgets, bool]] = {
+    "one prompt, a cancel, a crash, a message lost or late, a block reused": (
+        1,
+        Budgets(drop=1, renew=1, reuse=1),
+        False,
+    ),
+    "one prompt, a cancel, a crash, a message repeated, a block reused": (1, Budgets(duplicate=1, reuse=1), False),
+    "two prompts that exceed the owner's pool": (2, Budgets(cancel=0, crash=0), False),
+    "cached blocks, a message lost or late, some evicted, their lease revoked, a block reused": (
+        1,
+        Budgets(drop=1, renew=1, reuse=1, evict=1, revoke=1),
+        True,
+    ),
+    "cached blocks, a message repeated, some evicted, their lease revoked, a block reused": (
+        1,
+        Budgets(duplicate=1, reuse=1, evict=1, revoke=1),
+        True,
+    ),
 }
 """Two nodes of three blocks each; a prompt has two."""
 
@@ -36,9 +50,9 @@ class Explored:
         )
 
 
-def explore(num_prompts: int, budgets: Budgets) -> Explored:
+def explore(num_prompts: int, budgets: Budgets, cached: bool = False) -> Explored:
     """Breadth first, so that a failure is shown with one of its shortest histories."""
-    started, first = time.perf_counter(), World(num_prompts, budgets)
+    started, first = time.perf_counter(), World(num_prompts, budgets, cached)
     origin: dict[object, tuple[object, Action] | None] = {fingerprint(first): None}
     todo: deque[tuple[World, object, int]] = deque([(first, fingerprint(first), 0)])
     before: dict[object, set[object]] = {}
@@ -89,8 +103,8 @@ def _history(origin: dict[object, tuple[object, Action] | None], state: object) 
 
 
 def main() -> None:
-    for name, (num_prompts, budgets) in INSTANCES.items():
-        found = explore(num_prompts, budgets)
+    for name, instance in INSTANCES.items():
+        found = explore(*instance)
         print(f"{name}: {found}")
 
 

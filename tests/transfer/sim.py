@@ -1,4 +1,4 @@
-"""A prefill and a decode node as they are, but for the model, the wire and the clock. One event loop runs both.
+"""Prefill and decode nodes as they are, but for the model, the wire and the clock. One event loop runs all.
 
 Whoever writes into a pool is watched: `shadow` is what the authorised writers left there.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.common.config import Config, NodeConfig
 from kvferry.common.hashing import block_names, root_name
 from kvferry.common.nodes import LayoutCard, Role
-from kvferry.common.requests import PrefillCandidate
+from kvferry.common.requests import Holder, PrefillCandidate
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.decode.session import GatewaySession
@@ -107,11 +107,21 @@ def contents(tokens: list[int], salt: str = "") -> dict[bytes, bytes]:
 
 
 class SimNode:
-    def __init__(self, role: Role, loop: VirtualLoop, wire: Wire, num_blocks: int, transports: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        role: Role,
+        loop: VirtualLoop,
+        wire: Wire,
+        num_blocks: int,
+        transports: tuple[Any, ...],
+        address: str = "",
+        max_leased_share: float = 0.5,
+    ) -> None:
         self.role, self.loop, self.wire = role, loop, wire
         self.instance = f"{role}{next(_serial)}"
-        self.address = str(role)
+        self.address = address or str(role)
         self.clock_skew_s = 0.0
+        self.num_revoked = 0
         self.jobs = HeldJobs()
         self.segment = PoolSegment.create(SHM_DIR, self.instance, num_blocks, BLOCK * SLOT_BYTES)
         self.segment.buffer[:] = 0
@@ -119,7 +129,13 @@ class SimNode:
         self.runner = PoolRunner(self.segment, pool := BlockPool(num_blocks))
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=8, max_num_waiting=50)
         self.engine = Engine(self.runner, Scheduler(pool, limits), (), num_blocks * BLOCK, self._report)
-        self.leases = LeaseTable(self.engine.pin, self.engine.unpin, lease_s=NodeConfig().lease_s, clock=self._clock)
+        self.leases = LeaseTable(
+            self.engine.pin,
+            self.engine.unpin,
+            lease_s=NodeConfig().lease_s,
+            max_pinned_blocks=int(max_leased_share * num_blocks),
+            clock=self._clock,
+        )
         self.session = GatewaySession()
         self.call(self._build, transports)
 
@@ -131,12 +147,20 @@ class SimNode:
     def candidate(self) -> PrefillCandidate:
         return PrefillCandidate(self.instance, self.address)
 
+    @property
+    def num_cached_pulls(self) -> int:
+        """Pulls of cached blocks by this node that came to their end."""
+        return int(self.metrics.cached_pulls.labels("moved")._value.get())
+
+    def holder(self, num_blocks: int) -> Holder:
+        return Holder(self.instance, self.address, num_blocks)
+
     def _clock(self) -> float:
         return self.loop.now + self.clock_skew_s
 
     def _build(self, transports: tuple[Any, ...]) -> None:
-        config = Config(node=NodeConfig(local_prefill_max_tokens=BLOCK))
-        context = NodeContext(config, self.role, self.address, self.instance)
+        config = Config(node=NodeConfig(local_prefill_max_tokens=BLOCK, cached_pull="always"))
+        context = NodeContext(config, self.role, self.address, self.instance, self.address)
         blocks = BlocksServicer(self.instance)
         blocks.serve(CARD, self.segment, self.leases, transports)
         puller = Puller(
@@ -144,7 +168,7 @@ class SimNode:
         )
         model: Any = SimpleNamespace(vocab_size=512)
         grammars: Any = None
-        metrics = NodeMetrics(self.engine.load)
+        self.metrics = metrics = NodeMetrics(self.engine.load)
         limit = self.pool.num_blocks * BLOCK
         context.loaded = LoadedNode(self.engine, CARD, model, limit, self.leases, puller, metrics, grammars, True)
         make = PrefillService if self.role is Role.PREFILL else DecodeService
@@ -207,7 +231,11 @@ class SimNode:
 
     def sweep(self) -> None:
         def expire() -> None:
-            for lease_id in self.leases.expire_due():
+            over = self.leases.expire_due()
+            revoked = self.leases.revoke_cached() if self.engine.leases_block_admission() else []
+            self.num_revoked += len(revoked)
+            over += revoked
+            for lease_id in over:
                 self.service.on_lease_expired(lease_id)
 
         self.call(expire)

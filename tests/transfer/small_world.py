@@ -40,6 +40,8 @@ class Budgets:
     duplicate: int = 0
     renew: int = 0
     reuse: int = 0
+    evict: int = 0
+    revoke: int = 0
 
 
 class Node:
@@ -70,9 +72,12 @@ class Receive:
 
 
 class World:
-    """One state. Actions change it; `fingerprint` tells two states apart."""
+    """One state. Actions change it; `fingerprint` tells two states apart.
 
-    def __init__(self, num_prompts: int, budgets: Budgets) -> None:
+    `cached`: the owner has the prompts' blocks from before, and gives what is left of them, and computes nothing.
+    """
+
+    def __init__(self, num_prompts: int, budgets: Budgets, cached: bool = False) -> None:
         self.now = 0.0
         self.budgets = budgets
         self.outcomes: list[tuple[str, ...]] = [()] * num_prompts
@@ -82,10 +87,23 @@ class World:
         self.reader = Node()
         self.reader_lives = True
         self.boot_owner()
+        self.cached = cached
+        for p in range(num_prompts if cached else 0):
+            block_ids = self.owner.pool.allocate(PROMPT_BLOCKS)
+            for i, block_id in enumerate(block_ids):
+                self.owner.memory[block_id] = [label(p, i)] * HALVES
+                self.owner.name(block_id, label(p, i))
+            self.owner.pool.release(block_ids)
 
     def boot_owner(self) -> None:
         self.owner, self.runs = Node(), dict[int, OwnerRun]()
-        self.leases = LeaseTable(self.owner.pool.pin, self.owner.pool.unpin, lease_s=LEASE_S, clock=self.clock)
+        self.leases = LeaseTable(
+            self.owner.pool.pin,
+            self.owner.pool.unpin,
+            lease_s=LEASE_S,
+            max_pinned_blocks=PROMPT_BLOCKS,
+            clock=self.clock,
+        )
 
     def clock(self) -> float:
         return self.now
@@ -108,6 +126,10 @@ class World:
             yield from (("crash_owner",), ("crash_reader",))
         if self.budgets.reuse and self.owner.pool.num_available:
             yield ("reuse",)
+        if self.budgets.evict and self.owner.pool._cached:
+            yield ("evict",)
+        if self.budgets.revoke and self.leases.counts().num_cached_pins:
+            yield ("revoke",)
 
     def _reader_actions(self, p: int, outcome: tuple[str, ...]) -> Iterator[Action]:
         if not self.reader_lives or outcome:
@@ -130,10 +152,10 @@ class World:
             yield ("cancel", p)
 
     def _owner_actions(self, p: int) -> Iterator[Action]:
-        if self.to_owner[p] and (
-            self.to_owner[p][0] != ("start",) or p in self.runs or self.owner.pool.num_available >= PROMPT_BLOCKS
-        ):
-            yield ("owner_takes", p)
+        if self.to_owner[p]:
+            has_room = self.cached or p in self.runs or self.owner.pool.num_available >= PROMPT_BLOCKS
+            if self.to_owner[p][0] != ("start",) or has_room:
+                yield ("owner_takes", p)
         if p in self.runs and self.runs[p].is_open:
             yield ("fill", p)
 
@@ -156,10 +178,10 @@ class World:
         side = receive.side
         try:
             match message:
-                case ("accepted", lease_id):
+                case ("accepted", lease_id, num_blocks):
                     if side.lease_id:
                         raise LeaseExpired("accepted twice")
-                    side.accepted(lease_id)
+                    side.accepted(lease_id, num_blocks)
                 case ("filled", offer):
                     receive.pairs.extend(zip(offer.block_ids, side.offered(offer), strict=True))
                 case ("computed",):
@@ -216,8 +238,11 @@ class World:
         return receive
 
     def _adopt(self, p: int) -> None:
+        """What the owner had; the rest is computed here."""
         receive = self.receives.pop(p)
         self.reader.pool.arrived(receive.block_ids)
+        for i in range(receive.side.num_blocks, PROMPT_BLOCKS):
+            self.reader.memory[receive.block_ids[i]] = [label(p, i)] * HALVES
         self._finish(p, receive)
 
     def _finish(self, p: int, receive: Receive) -> None:
@@ -229,10 +254,12 @@ class World:
 
     def owner_takes(self, p: int) -> None:
         message, run = self._pop("to_owner", p), self.runs.get(p)
-        if message == ("start",) and run is None:
+        if message == ("start",) and run is None and self.cached:
+            self._offer_cached(p)
+        elif message == ("start",) and run is None:
             block_ids = self.owner.pool.allocate(PROMPT_BLOCKS)
             self.runs[p] = run = OwnerRun(OwnerSide(self.leases, "reader", 0), block_ids)
-            self._send("to_reader", p, ("accepted", run.side.lease_id))
+            self._send("to_reader", p, ("accepted", run.side.lease_id, PROMPT_BLOCKS))
         elif message == ("renew",) and run is not None:
             try:
                 run.side.renew()
@@ -243,6 +270,17 @@ class World:
             self._end_run(p)
         elif message == ("gone",) and run is not None:
             self._end_run(p)
+
+    def _offer_cached(self, p: int) -> None:
+        block_ids = self.owner.pool.lookup([label(p, i).encode() for i in range(PROMPT_BLOCKS)])
+        if not block_ids:
+            self._send("to_reader", p, ("error",))
+            return
+        self.runs[p] = run = OwnerRun(OwnerSide(self.leases, "reader", 0, for_cached=True), block_ids, is_open=False)
+        offer = run.side.filled(block_ids, complete=True)
+        self._send("to_reader", p, ("accepted", run.side.lease_id, len(block_ids)))
+        self._send("to_reader", p, ("filled", offer))
+        self._send("to_reader", p, ("computed",))
 
     def fill(self, p: int) -> None:
         run = self.runs[p]
@@ -263,7 +301,14 @@ class World:
             self._send("to_reader", p, ("computed",))
 
     def sweep(self) -> None:
-        expired = set(self.leases.expire_due())
+        self._end_runs(self.leases.expire_due())
+
+    def revoke(self) -> None:
+        """A request waits for blocks."""
+        self._end_runs(self.leases.revoke_cached())
+
+    def _end_runs(self, lease_ids: list[str]) -> None:
+        expired = set(lease_ids)
         for p in [p for p, run in self.runs.items() if run.side.lease_id in expired]:
             self._end_run(p, ("error",))
 
@@ -286,7 +331,14 @@ class World:
 
     def reuse(self) -> None:
         """Somebody else's work takes all that the owner has to give, writes into it, and leaves."""
-        block_ids = self.owner.pool.allocate(self.owner.pool.num_available)
+        self._use(self.owner.pool.num_available)
+
+    def evict(self) -> None:
+        """The same with one block more than is free: the least recently used cached one is gone."""
+        self._use(self.owner.pool.accounts().free + 1)
+
+    def _use(self, num_blocks: int) -> None:
+        block_ids = self.owner.pool.allocate(num_blocks)
         for block_id in block_ids:
             self.owner.memory[block_id] = ["other"] * HALVES
         self.owner.pool.release(block_ids)

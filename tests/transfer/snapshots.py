@@ -78,7 +78,7 @@ def fingerprint(world: World) -> object:
 
 
 def _side_state(side: ReaderSide) -> tuple[object, ...]:
-    return (side.state, side._num_offered, side._num_copied)
+    return (side.state, side._num_offered, side._num_copied, side.num_blocks)
 
 
 def _rows(memory: list[list[str]]) -> tuple[tuple[str, ...], ...]:
@@ -87,8 +87,8 @@ def _rows(memory: list[list[str]]) -> tuple[tuple[str, ...], ...]:
 
 def _without_id(message: Message) -> Message:
     match message:
-        case ("accepted", _):
-            return ("accepted",)
+        case ("accepted", _, num_blocks):
+            return ("accepted", num_blocks)
         case ("filled", Offer(first, block_ids)):
             return ("filled", first, *block_ids)
     return message

@@ -10,7 +10,7 @@ from kvferry.services.transfer.protocol import ReaderSide
 from tests.transfer.explore import INSTANCES, explore
 from tests.transfer.small_world import Budgets, World
 
-FLOORS = (12_500, 20_000, 3_300)
+FLOORS = (12_500, 20_000, 3_300, 13_500, 11_000)
 
 
 @pytest.mark.parametrize(("name", "floor"), list(zip(INSTANCES, FLOORS, strict=True)), ids=range(len(INSTANCES)))
@@ -38,6 +38,20 @@ def test_the_explorer_sees_an_owner_that_never_expires_a_lease(monkeypatch: pyte
     monkeypatch.setattr(LeaseTable, "expire_due", lambda table: [])
     with pytest.raises(AssertionError, match=r"no way out after .*crash_reader"):
         explore(1, Budgets(cancel=0))
+
+
+def test_the_explorer_sees_a_revoked_lease_that_is_called_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = LeaseTable.release
+    monkeypatch.setattr(LeaseTable, "release", lambda table, lease_id: release(table, lease_id) or True)
+    monkeypatch.setattr(World, "_end_runs", lambda world, lease_ids: None)
+    with pytest.raises(AssertionError, match=r"holds .*other.*revoke"):
+        explore(1, Budgets(cancel=0, crash=0, reuse=1, revoke=1), cached=True)
+
+
+def test_the_explorer_sees_a_reader_that_adopts_what_the_owner_had_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReaderSide, "num_blocks", 2)
+    with pytest.raises(AssertionError, match=r"holds .*evict"):
+        explore(1, Budgets(cancel=0, crash=0, evict=1), cached=True)
 
 
 def test_the_explorer_sees_blocks_that_are_freed_while_they_are_leased(monkeypatch: pytest.MonkeyPatch) -> None:

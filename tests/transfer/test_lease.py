@@ -142,6 +142,15 @@ def test_leases_for_cached_blocks_share_a_cap_and_others_have_none() -> None:
     assert rig.table.counts().num_cached_pins == 4
 
 
+def test_revoking_ends_the_leases_of_cached_blocks_and_no_others() -> None:
+    rig = Rig(max_pinned_blocks=4)
+    cached, promised = rig.open(1, 2, for_cached=True), rig.open(2, 3)
+    assert rig.table.revoke_cached() == [cached]
+    assert rig.pool.pins == Counter((2, 3))
+    assert not rig.table.release(cached), "a revoked lease was called valid throughout"
+    assert rig.table.release(promised)
+
+
 def test_a_pin_that_fails_leaves_the_lease_as_it_was() -> None:
     pool = FakePool()
 
@@ -272,6 +281,13 @@ class LeaseMachine(RuleBasedStateMachine):
         swept = self.rig.table.expire_due()
         assert sorted(swept) == sorted(due)
         for lease_id in due:
+            del self.model[lease_id]
+
+    @rule()
+    def revoke_cached(self) -> None:
+        cached = {lease_id for lease_id, (_, _, for_cached) in self.model.items() if for_cached}
+        assert set(self.rig.table.revoke_cached()) == cached
+        for lease_id in cached:
             del self.model[lease_id]
 
     @rule(seconds=st.sampled_from([0.1, 3.0, LEASE_S, 3600.0]))

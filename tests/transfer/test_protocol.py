@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.common.errors import LeaseExpired, TransferFailed
+from kvferry.common.errors import BlocksGone, LeaseExpired, Overloaded, TransferFailed
 from kvferry.services.transfer import base
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.protocol import (
@@ -35,7 +35,7 @@ class Rig:
 
 def reader(*block_ids: int, first_block: int = 0) -> ReaderSide:
     side = ReaderSide(first_block, block_ids)
-    side.accepted("lease")
+    side.accepted("lease", first_block + len(block_ids))
     return side
 
 
@@ -99,6 +99,35 @@ def test_a_reader_takes_each_block_once_and_in_its_turn(offers: list[Offer], wha
         side.offered(offer)
     with pytest.raises(TransferFailed, match="were offered, expected some of"):
         side.offered(offers[-1])
+
+
+def test_a_reader_wants_no_more_than_the_owner_has() -> None:
+    side = ReaderSide(4, (7, 8, 9))
+    side.accepted("lease", 6)
+    assert side.num_blocks == 2
+    assert side.offered(Offer(4, (1, 2))) == (7, 8)
+    with pytest.raises(TransferFailed, match="were offered"):
+        side.offered(Offer(6, (3,)))
+    side.copied(2)
+    side.computed()
+    side.confirm()
+    side.answered(True)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3, 4])
+def test_a_reader_leaves_an_owner_that_has_nothing_new(num_blocks: int) -> None:
+    side = ReaderSide(4, (7, 8, 9))
+    with pytest.raises(BlocksGone, match=f"{num_blocks} leading blocks are there, the reader has 4"):
+        side.accepted("lease", num_blocks)
+
+
+def test_an_owner_offers_no_cached_blocks_above_the_cap_and_pins_none() -> None:
+    rig = Rig()
+    rig.side.end()
+    side = OwnerSide(rig.table, "reader", 0, for_cached=True)
+    with pytest.raises(Overloaded, match="1 cached blocks pinned for peers, allowed 0"):
+        side.filled([5], complete=True)
+    assert rig.pins == []
 
 
 def test_a_reader_takes_no_offer_before_it_was_accepted_or_after_the_last() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import re
 import socket
 import time
 import weakref
@@ -23,6 +25,7 @@ from kvferry.services.transfer.segment import PoolSegment
 from tests.transfer.conformance import (
     BOUND_S,
     CARD,
+    HAS_UCX,
     TIMEOUT_S,
     Owner,
     alive,
@@ -42,9 +45,12 @@ def private_pool() -> PoolSegment:
 
 @contextlib.asynccontextmanager
 async def puller(
-    own: PoolSegment | None = None, transports: Sequence[str] = ("shm", "grpc"), card: LayoutCard = CARD
+    own: PoolSegment | None = None,
+    transports: Sequence[str] = ("shm", "grpc"),
+    card: LayoutCard = CARD,
+    timeout_s: float = TIMEOUT_S,
 ) -> AsyncIterator[Puller]:
-    made = Puller(card, "reader", own or private_pool(), transports, timeout_s=TIMEOUT_S)
+    made = Puller(card, "reader", own or private_pool(), transports, timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -143,6 +149,48 @@ def test_a_transport_that_fails_at_run_time_is_replaced_without_failing_the_pull
     np.testing.assert_array_equal(own_pool.buffer[1:3], content([1, 2], BLOCK_BYTES))
 
 
+@pytest.mark.skipif(not HAS_UCX, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
+def test_where_ucx_is_refused_and_no_pool_is_shared_grpc_serves_and_says_why() -> None:
+    own_pool = private_pool()
+
+    async def body() -> tuple[PullResult, str]:
+        with socket.create_server(("127.0.0.1", 0)) as nobody:  # bound and closed: nobody listens there
+            port = nobody.getsockname()[1]
+        async with owner(("shm", "ucx", "grpc")) as peer_node, puller(own_pool, ("shm", "ucx", "grpc")) as own:
+            assert peer_node.servicer is not None
+            assert peer_node.servicer._ucx is not None
+            peer_node.servicer._ucx.port = port
+            os.unlink(peer_node.segment.path or "")
+            peer = await own.connect(peer_node.address, peer_node.instance_id)
+            return await own.pull(peer, peer_node.lease([1, 2]), [1, 2], [5, 4]), own.links[0].reason
+
+    result, reason = asyncio.run(body())
+    assert result.transport == "grpc"
+    np.testing.assert_array_equal(own_pool.buffer[[5, 4]], content([1, 2], BLOCK_BYTES))
+    assert re.search(r"shm: cannot open .*No such file.*; ucx: node .* ucx: ", reason)
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
+@pytest.mark.parametrize("order", [("shm", "ucx", "grpc"), ("shm", "grpc", "ucx"), ("ucx", "grpc", "shm")])
+def test_each_transport_of_any_order_takes_over_from_the_one_before(order: tuple[str, ...]) -> None:
+    own_pool = private_pool()
+
+    async def body() -> None:
+        async with owner(order) as peer_node, puller(own_pool, order, timeout_s=20.0) as own:
+            peer = await own.connect(peer_node.address, peer_node.instance_id)
+            for failed, name in enumerate(order):
+                own_pool.buffer[:] = 0
+                result = await own.pull(peer, peer_node.lease([1, 2]), [1, 2], [5, 4])
+                assert result.transport == name
+                np.testing.assert_array_equal(own_pool.buffer[[5, 4]], content([1, 2], BLOCK_BYTES))
+                assert own.fallbacks == failed
+                own.transports_by_name[name] = Broken(TransferFailed(f"{name} tore"))
+            with pytest.raises(TransferFailed, match=f"{order[-1]} tore"):
+                await own.pull(peer, peer_node.lease([1]), [1], [1])
+
+    asyncio.run(body())
+
+
 def test_pulls_that_meet_a_failing_transport_together_all_go_on_with_the_next() -> None:
     own_pool = private_pool()
 
@@ -190,9 +238,9 @@ def test_an_expired_lease_is_no_fault_of_the_transport() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("field", ["dtype", "block_size", "model_fingerprint", "numerics_id", "tp_size"])
+@pytest.mark.parametrize("field", ["dtype", "block_size", "model_fingerprint", "numerics_id", "num_kv_heads"])
 def test_a_peer_of_another_layout_is_refused_with_both_values(field: str) -> None:
-    value: Any = {"dtype": "bfloat16", "block_size": 32, "tp_size": 2}.get(field, "another")
+    value: Any = {"dtype": "bfloat16", "block_size": 32, "num_kv_heads": 2}.get(field, "another")
     other = replace(CARD, **{field: value})
 
     async def body() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,8 +79,8 @@ def _leases() -> LeaseTable:
 def test_grpc_names_the_block_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     read_run = server._read_run
 
-    def corrupt(segment: PoolSegment, block_ids: Sequence[int], stop: threading.Event) -> pb.BlockData:
-        run = read_run(segment, block_ids, stop)
+    def corrupt(segment: PoolSegment, block_ids: Sequence[int], *rest: Any) -> pb.BlockData:
+        run = read_run(segment, block_ids, *rest)
         if 17 in block_ids:
             data = bytearray(run.data)
             data[block_ids.index(17) * segment.block_bytes + 5] ^= 1
@@ -97,8 +97,8 @@ def test_grpc_refuses_a_stream_with_too_few_blocks(monkeypatch: pytest.MonkeyPat
     """A missing one shows at once when another comes in its place."""
     read_run = server._read_run
 
-    def shorten(segment: PoolSegment, block_ids: Sequence[int], stop: threading.Event) -> pb.BlockData:
-        return read_run(segment, block_ids[:keep], stop)
+    def shorten(segment: PoolSegment, block_ids: Sequence[int], *rest: Any) -> pb.BlockData:
+        return read_run(segment, block_ids[:keep], *rest)
 
     monkeypatch.setattr(server, "_read_run", shorten)
     with pytest.raises(TransferFailed, match=complaint):

@@ -17,5 +17,9 @@ def test_no_interleaving_of_faults_breaks_a_promise_on_either_side(capsys: pytes
     run_state_machine_as_test(TwoSides, settings=SETTINGS)  # type: ignore[no-untyped-call]
     with capsys.disabled():
         faults = ", ".join(f"{count} x {name}" for name, count in sorted(TwoSides.faults.items()))
-        print(f"\ntwo sides: {TwoSides.num_steps} steps, {TwoSides.num_adopted} prompts received; {faults}")
+        print(
+            f"\ntwo sides: {TwoSides.num_steps} steps, {TwoSides.num_adopted} prompts received, "
+            f"{TwoSides.num_pulled} pulls of cached blocks, {TwoSides.num_revoked} leases revoked; {faults}"
+        )
     assert TwoSides.num_adopted > 0, "no hand-over ever came to its end"
+    assert TwoSides.num_pulled > 0, "no pull of cached blocks ever came to its end"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.common.errors import BlockCorrupt, ConfigError, LeaseExpired, TransferFailed
+from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer import ucx_owner, ucx_wire
 from kvferry.services.transfer.base import Peer
 from kvferry.services.transfer.copier import Blocks
@@ -36,19 +37,27 @@ IDS = list(range(NUM_BLOCKS))
 
 
 @contextlib.asynccontextmanager
-async def pair(leases: LeaseTable | None = None) -> AsyncIterator[tuple[Owner, Peer, UcxTransport, PoolSegment]]:
+async def pair(
+    leases: LeaseTable | None = None, *, fail_points: FailPoints | None = None, timeout_s: float = 10.0
+) -> AsyncIterator[tuple[Owner, Peer, UcxTransport, PoolSegment]]:
     segment, own = (PoolSegment.anonymous(NUM_BLOCKS, BLOCK_BYTES) for _ in range(2))
     fill(segment)
     own.buffer[:] = POISON
-    transport = UcxTransport(own, timeout_s=TIMEOUT_S)
+    transport = UcxTransport(own, timeout_s=timeout_s)
     async with (
-        serve(segment, transports=("ucx", "grpc"), leases=leases) as owner,
+        serve(segment, transports=("ucx", "grpc"), leases=leases, fail_points=fail_points) as owner,
         peer_of(owner.address, owner.instance_id, own) as peer,
     ):
         try:
             yield owner, peer, transport, own
         finally:
             await transport.aclose()
+
+
+def close_ucx(owner: Owner) -> None:
+    assert owner.servicer is not None
+    assert owner.servicer._ucx is not None
+    owner.servicer._ucx.close()
 
 
 def same_connection_serves(transport: UcxTransport) -> bool:
@@ -146,6 +155,53 @@ def test_a_cancelled_pull_leaves_the_connection_to_the_others() -> None:
 
 
 @needs_ucxx
+@pytest.mark.parametrize(
+    ("action", "number", "error"),
+    [
+        *(("corrupt", number, BlockCorrupt) for number in (1, 3, 7)),
+        *(("drop", number, TransferFailed) for number in (1, 3, 7)),
+        *(("delay", number, None) for number in (1, 3, 7)),
+        ("duplicate", 1, TransferFailed),  # nobody receives the second one: it stays in the owner's window
+        ("duplicate", 7, None),
+    ],
+)
+def test_a_fault_on_the_way_of_any_run_writes_no_wrong_byte_and_the_next_pull_works(
+    action: str, number: int, error: type[Exception] | None
+) -> None:
+    async def body() -> None:
+        fail_points = FailPoints(f"transfer.ucx.run={action}@{number + 1}:20")  # the first run is that of `open`
+        async with pair(fail_points=fail_points, timeout_s=2.0) as (owner, peer, transport, own):
+            await transport.open(peer)
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                await transport.pull(peer, owner.lease(IDS), IDS, IDS)
+            assert fail_points.hits["transfer.ucx.run", action] == 1
+            right = (own.buffer == content(IDS, BLOCK_BYTES)).all(axis=1)
+            untouched = (own.buffer == POISON).all(axis=1)
+            assert (right | untouched).all()
+            assert right.all() == (error is None)
+            own.buffer[:] = POISON
+            await transport.pull(peer, owner.lease(IDS), IDS, IDS)
+            np.testing.assert_array_equal(own.buffer, content(IDS, BLOCK_BYTES))
+
+    asyncio.run(body())
+
+
+@needs_ucxx
+def test_an_owner_that_closes_is_noticed_at_once_and_not_by_its_silence() -> None:
+    async def body() -> None:
+        fail_points = FailPoints("transfer.ucx.run=drop:1")  # so that the pull is under way when that happens
+        async with pair(fail_points=fail_points, timeout_s=300.0) as (owner, peer, transport, _):
+            pull = asyncio.create_task(transport.pull(peer, owner.lease(IDS), IDS, IDS))
+            assert await asyncio.to_thread(eventually, lambda: bool(fail_points.hits), 10.0)
+            await asyncio.to_thread(close_ucx, owner)
+            async with asyncio.timeout(30.0):
+                with pytest.raises(TransferFailed, match="the connection broke"):
+                    await pull
+
+    asyncio.run(body())
+
+
+@needs_ucxx
 def test_another_instance_behind_the_same_port_is_refused() -> None:
     async def body() -> None:
         async with pair() as (owner, peer, transport, _):
@@ -177,23 +233,13 @@ def test_when_ucx_fails_under_way_the_next_transport_serves_the_same_pull() -> N
         async with serve(segment, transports=("ucx", "grpc")) as owner:
             peer = await puller.connect(owner.address, owner.instance_id)
             assert (await puller.pull(peer, owner.lease(IDS), IDS, IDS)).transport == "ucx"
-            owner_side = next(iter(OWNERS))
-            owner_side.close()
+            close_ucx(owner)
             own.buffer[:] = POISON
             assert (await puller.pull(peer, owner.lease(IDS), IDS, IDS)).transport == "grpc"
             np.testing.assert_array_equal(own.buffer, content(IDS, BLOCK_BYTES))
             await puller.aclose()
 
-    OWNERS: list[ucx_owner.UcxOwner] = []  # noqa: N806
-    init = ucx_owner.UcxOwner.__init__
-
-    def noted(self: ucx_owner.UcxOwner, *args: object, **kwargs: object) -> None:
-        init(self, *args, **kwargs)  # type: ignore[arg-type]
-        OWNERS.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ucx_owner.UcxOwner, "__init__", noted)
-        asyncio.run(body())
+    asyncio.run(body())
 
 
 def test_without_ucxx_whoever_asks_for_it_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +291,7 @@ def lone_owner(timeout_s: float) -> Iterator[tuple[UcxOwner, str]]:
     leases = LeaseTable(lambda _: None, lambda _: None, lease_s=60.0)
     lease_id = leases.open("test").lease_id
     leases.extend(lease_id, IDS)
-    owner = UcxOwner("owner", segment, leases, timeout_s=timeout_s)
+    owner = UcxOwner("owner", CARD, segment, leases, timeout_s=timeout_s)
     try:
         yield owner, lease_id
     finally:

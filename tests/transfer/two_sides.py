@@ -1,4 +1,7 @@
-"""Both sides of the hand-over through random interleavings of everything that may happen between and to them."""
+"""A prefill node and two decode nodes through random interleavings of everything that may happen between and to them.
+
+Prompts are handed over from the prefill node, and cached blocks are pulled from any node by any other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvferry.common.fail_points import spoilt
 from kvferry.common.nodes import Role
-from kvferry.common.requests import FinishReason, GenerateRequest, PrefillCandidate, SamplingParams
+from kvferry.common.requests import FinishReason, GenerateRequest, SamplingParams
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_from_pb
 from kvferry.services.transfer import server, shm
@@ -24,6 +27,9 @@ POOL = 14
 PREFIXES = [[p * 10 + i % 7 for i in range(32)] for p in range(2)]
 _ANY = st.integers(0, 1000)
 _RARE = st.sampled_from((3, 2, 1, 0))
+_Asked = tuple[int, int, int, bool]
+_ASKED = st.tuples(st.integers(0, 1), st.integers(0, 32), st.integers(1, 12), st.booleans())
+_HINTS = st.tuples(*[st.integers(0, 12)] * 4)
 _Then = tuple[int, bool, str, bool]
 _OFTEN = st.sampled_from((True, True, True, False))
 _THEN = st.tuples(st.integers(0, 5), _OFTEN, st.sampled_from(("run", "begin", "wait")), _OFTEN)
@@ -47,6 +53,8 @@ class Sent:
 class TwoSides(RuleBasedStateMachine):
     num_steps: ClassVar[int] = 0
     num_adopted: ClassVar[int] = 0
+    num_pulled: ClassVar[int] = 0
+    num_revoked: ClassVar[int] = 0
     faults: ClassVar[dict[str, int]] = {}
 
     @initialize(share=st.booleans())
@@ -60,51 +68,61 @@ class TwoSides(RuleBasedStateMachine):
         self.loop, self.wire = VirtualLoop(), Wire()
         self.want: dict[bytes, bytes] = {}
         self.sent: dict[str, Sent] = {}
-        self.past: list[PrefillCandidate] = []
+        self.past: list[SimNode] = []
         self.prefill = SimNode(Role.PREFILL, self.loop, self.wire, POOL, self.transports)
-        self.decode = SimNode(Role.DECODE, self.loop, self.wire, POOL + 6, self.transports)
+        self.decodes = [self._new_decode(i) for i in range(2)]
+
+    def _new_decode(self, which: int) -> SimNode:
+        return SimNode(Role.DECODE, self.loop, self.wire, POOL + 6, self.transports, f"decode{which}")
 
     @property
-    def nodes(self) -> tuple[SimNode, SimNode]:
-        return self.prefill, self.decode
+    def nodes(self) -> list[SimNode]:
+        return [self.prefill, *self.decodes]
+
+    @property
+    def decode(self) -> SimNode:
+        return self.decodes[0]
 
     def _count(self, fault: str) -> None:
         self.faults[fault] = self.faults.get(fault, 0) + 1
 
     # ---- clients
 
-    @rule(
-        prefix=st.integers(0, 1),
-        shared=st.integers(0, 32),
-        own=st.integers(1, 12),
-        n=st.sampled_from((1, 1, 2)),
-        then=_THEN,
-    )
-    def submit(self, prefix: int, shared: int, own: int, n: int, then: _Then) -> None:
+    @rule(asked=_ASKED, n=st.sampled_from((1, 1, 2)), which=st.integers(0, 1), hints=_HINTS, then=_THEN)
+    def submit(self, asked: _Asked, n: int, which: int, hints: tuple[int, ...], then: _Then) -> None:
+        prefix, shared, own, is_next_turn = asked
         prompt = PREFIXES[prefix][:shared] + [random.Random(own).randrange(50) for _ in range(own)]
+        if is_next_turn and self.sent:
+            last = next(reversed(self.sent.values()))
+            chat = [*last.spec.prompt_token_ids, *last.got.get(0, [])]
+            prompt = chat[:40] + prompt[-own:]
         params = SamplingParams(max_tokens=1 + own % 5, seed=own)
-        plan = (*self.past[-1:], self.prefill.candidate)  # hints may lie
-        spec = GenerateRequest(f"r{len(self.sent)}", tuple(prompt), params, n=n, prefill=plan)
+        before = next((node for node in reversed(self.past) if node.role is Role.PREFILL), self.prefill)
+        plan = tuple(dict.fromkeys((before.candidate, self.prefill.candidate)))  # hints may lie
+        told = zip((*self.past[-1:], *self.nodes), hints, strict=False)
+        holders = tuple(node.holder(hint) for node, hint in told if hint)
+        spec = GenerateRequest(f"r{len(self.sent)}", tuple(prompt), params, n=n, prefill=plan, holders=holders)
         for index in range(n):
             self.want |= contents(prompt + generate(prompt, params.max_tokens, own + 100 * index))
-        self.sent[spec.request_id] = Sent(spec, self.decode)
-        self.decode.call(self.decode.service._submit, self.decode.session, spec)
+        node = self.decodes[which]
+        self.sent[spec.request_id] = Sent(spec, node)
+        node.call(node.service._submit, node.session, spec)
         self.go_on(then)
 
     @rule(which=_ANY, then=_THEN)
     def cancel(self, which: int, then: _Then) -> None:
         self.go_on(then)
-        if sent := pick((s for s in self.sent.values() if s.is_open and s.node is self.decode), which):
-            session = self.decode.session
+        if sent := pick((s for s in self.sent.values() if s.is_open), which):
+            node = sent.node
 
             def cancel() -> None:
-                request = self.decode.service._requests[session.number, sent.spec.request_id, 0]
-                self.decode.service._cancel(request, sorted(request.open))
+                request = node.service._requests[node.session.number, sent.spec.request_id, 0]
+                node.service._cancel(request, sorted(request.open))
 
             self._read_outputs()
             if sent.is_open:
-                self._count("cancel in mid-copy" if self.decode.jobs.num_begun else "cancel")
-                self.decode.call(cancel)
+                self._count("cancel in mid-copy" if node.jobs.num_begun else "cancel")
+                node.call(cancel)
                 sent.ended |= dict.fromkeys(set(range(sent.spec.n)) - set(sent.ended), "cancelled")
 
     # ---- progress
@@ -169,34 +187,43 @@ class TwoSides(RuleBasedStateMachine):
             self._count("connection broken")
             call.breaks()
 
-    @rule(then=_THEN)
-    def owner_is_suspended_for_long(self, then: _Then) -> None:
+    @rule(which=_ANY, then=_THEN)
+    def owner_is_suspended_for_long(self, which: int, then: _Then) -> None:
         """Its leases are over when it wakes, and others use their blocks before any reader hears of it."""
         self.go_on(then)
         self._count("clock jump")
-        self.prefill.clock_skew_s += 9.0
-        self.prefill.sweep()
-        self.prefill.scribble()
+        node = pick(self.nodes, which)
+        node.clock_skew_s += 9.0
+        node.sweep()
+        node.scribble()
 
     @rule(half_open=st.booleans(), dice=_RARE)
     def prefill_node_is_restarted(self, half_open: bool, dice: int) -> None:
         if dice:
             return
         self._count("prefill crash")
-        self.past.append(self.prefill.candidate)
+        self._bury(self.prefill)
         self.prefill.die(half_open=half_open)
         self.prefill = SimNode(Role.PREFILL, self.loop, self.wire, POOL, self.transports)
 
-    @rule(half_open=st.booleans(), dice=_RARE)
-    def decode_node_is_restarted(self, half_open: bool, dice: int) -> None:
+    @rule(which=st.integers(0, 1), half_open=st.booleans(), dice=_RARE)
+    def decode_node_is_restarted(self, which: int, half_open: bool, dice: int) -> None:
         if dice:
             return
         self._count("decode crash")
         self._read_outputs()
+        node = self.decodes[which]
         for sent in self.sent.values():
-            sent.ended |= dict.fromkeys(set(range(sent.spec.n)) - set(sent.ended), "node died")
-        self.decode.die(half_open=half_open)
-        self.decode = SimNode(Role.DECODE, self.loop, self.wire, POOL + 6, self.transports)
+            if sent.node is node:
+                sent.ended |= dict.fromkeys(set(range(sent.spec.n)) - set(sent.ended), "node died")
+        self._bury(node)
+        node.die(half_open=half_open)
+        self.decodes[which] = self._new_decode(which)
+
+    def _bury(self, node: SimNode) -> None:
+        self.past.append(node)
+        type(self).num_pulled += node.num_cached_pulls
+        type(self).num_revoked += node.num_revoked
 
     # ---- what must hold
 
@@ -213,7 +240,10 @@ class TwoSides(RuleBasedStateMachine):
         self.wire.forget_ended()
 
     def _read_outputs(self) -> None:
-        outputs, self.decode.session._pending = self.decode.session._pending, []
+        outputs = []
+        for node in self.decodes:
+            outputs += node.session._pending
+            node.session._pending = []
         for output in map(output_from_pb, outputs):
             sent = self.sent[output.request_id]
             assert output.finish_reason is not FinishReason.ERROR, f"{output.error_code}: {output.error_message}"
@@ -236,6 +266,7 @@ class TwoSides(RuleBasedStateMachine):
             self._come_to_rest()
         finally:
             for node in self.nodes:
+                self._bury(node)
                 node.die(half_open=True)
             self.loop.close()
             shm._INLINE_BYTES, server._RUN_BYTES = self.was
