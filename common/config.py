@@ -48,8 +48,19 @@ class ClusterConfig(Section):
     served_model_name: str | None = Field(None, description="name in the API (default: the model as given)")
     redis_url: str | None = Field(None, description="Redis that holds the index, e.g. redis://host:6379/0")
     namespace: str = Field("kvferry", description="prefix of this cluster's keys in Redis")
+    rpc_tls_cert: str | None = Field(
+        None, description="PEM certificate of this process: TLS, mutual, between gateway and nodes"
+    )
+    rpc_tls_key: str | None = Field(None, description="PEM key of rpc-tls-cert")
+    rpc_tls_ca: str | None = Field(None, description="PEM authority that signed every process's certificate")
+    rpc_tls_server_name: str | None = Field(
+        None, description="name in all nodes' certificates (default: each node's own address)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+    otlp_traces_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector, e.g. http://host:4317, or file:PATH for JSON lines (extra: otel)"
+    )
     fail_points: str | None = Field(
         None, description="tests only: what goes wrong where, e.g. index.lookup=delay:0.3:50 (common/fail_points.py)"
     )
@@ -89,10 +100,14 @@ class EngineConfig(Section):
 class NodeConfig(Section):
     """A prefill, decode or both node."""
 
-    node_id: str | None = Field(None, description="stable name (default: role and port)")
+    node_id: str | None = Field(
+        None, description="stable name (default: role, machine unless node-host is local, port)"
+    )
     node_host: str = Field("127.0.0.1", description="address to listen on for gRPC")
     node_port: int = Field(0, ge=0, le=65535, description="gRPC port (0: any free one)")
-    advertise_host: str | None = Field(None, description="address that peers reach this node by (default: node-host)")
+    advertise_host: str | None = Field(
+        None, description="address that peers reach this node by (default: node-host; for 0.0.0.0 the one facing Redis)"
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics (0: any free one)")
     transports: tuple[TransportName, ...] = Field(("shm", "grpc"), description="offered and used, in this order")
     local_prefill_max_tokens: int | None = Field(
@@ -101,10 +116,19 @@ class NodeConfig(Section):
     shm_dir: str = Field("/dev/shm", description="folder of the shared pool file")
     lease_s: float = Field(8.0, gt=0, description="seconds a lease lives without being renewed")
     lease_renew_s: float = Field(2.0, gt=0, description="seconds between renewals")
+    cached_pull: Literal["auto", "always", "never"] = Field(
+        "auto", description="take leading blocks from peers that have them cached (auto: when cheaper than computing)"
+    )
+    max_leased_cache_share: float = Field(
+        0.25, ge=0, le=1, description="part of the pool that peers' pulls of cached blocks may pin"
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="seconds between load reports to the index")
     node_ttl_s: float = Field(5.0, gt=0, description="seconds after which a silent node is gone")
     prefill_timeout_s: float = Field(300.0, gt=0, description="longest wait for one remote prefill")
     peer_timeout_s: float = Field(3.0, gt=0, description="longest silence of a peer that should be alive")
+    stall_timeout: float = Field(
+        60.0, gt=0, description="seconds one engine step may take before the node counts as stalled"
+    )
     drain_s: float = Field(30.0, ge=0, description="grace period for running requests after SIGTERM")
 
 
@@ -113,6 +137,12 @@ class GatewayConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port")
     client_stall_timeout: float = Field(60.0, gt=0, description="seconds a client may accept nothing")
     queue_timeout: float = Field(120.0, gt=0, description="longest wait for the first token")
+    max_resumptions: int = Field(
+        3, ge=0, description="times that a request goes on elsewhere after the decode node that ran it was lost"
+    )
+    resume_timeout: float = Field(
+        30.0, ge=0, description="longest wait of such a request for a decode node that can take it"
+    )
     max_num_requests: int = Field(2048, ge=1, description="requests in flight; more are answered with 429")
     max_body_bytes: Bytes = Field(16 * 2**20, ge=1, description="largest request body")
     index_timeout_s: float = Field(0.05, gt=0, description="longest wait for the prefix index per request")

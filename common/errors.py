@@ -11,7 +11,9 @@ Knows nothing of HTTP frameworks or gRPC: the tables in `services/rpc/errors.py`
     ├── Overloaded                429  a bounded queue is full: come back later
     ├── Unavailable               503  no node can take it now
     │   ├── Draining              503
+    │   ├── NodeLost              503  (never reaches a client: what it ends goes on elsewhere, or is `unavailable`)
     │   ├── LeaseExpired          503
+    │   ├── BlocksGone            503  (never reaches a client: a holder has evicted what the index says it has)
     │   ├── TransferFailed        503
     │   │   └── BlockCorrupt      503
     │   └── IndexUnavailable      503  (never reaches a client: the index is a hint)
@@ -89,8 +91,16 @@ class Draining(Unavailable):
     code = "draining"
 
 
+class NodeLost(Unavailable):
+    code = "node_lost"
+
+
 class LeaseExpired(Unavailable):
     code = "lease_expired"
+
+
+class BlocksGone(Unavailable):
+    code = "blocks_gone"
 
 
 class TransferFailed(Unavailable):

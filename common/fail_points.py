@@ -5,6 +5,8 @@
     point=action:probability[:milliseconds]     at each passage with this probability (the milliseconds are a delay's)
     point=action@n[:milliseconds]               at the n-th passage, once
 
+`kill` and `stop` are SIGKILL and SIGSTOP to the own process; a stopped one goes on when somebody sends it SIGCONT.
+
 The same point may be named several times. What happens at the n-th passage of a point depends on (seed, point, n)
 alone, so a run with the same seed and the same traffic goes wrong in the same way.
 """
@@ -33,6 +35,7 @@ class Action(enum.Enum):
     DUPLICATE = "duplicate"
     CORRUPT = "corrupt"
     KILL = "kill"
+    STOP = "stop"
 
 
 _MESSAGE = frozenset((Action.DROP, Action.DELAY, Action.DUPLICATE, Action.KILL))
@@ -40,19 +43,24 @@ _CALL = frozenset((Action.DROP, Action.DELAY))
 
 POINTS: dict[str, frozenset[Action]] = {
     "transfer.grpc.chunk": frozenset(Action),  # owner: each run of blocks that is sent
-    "transfer.shm.copy": frozenset((Action.DELAY, Action.CORRUPT, Action.KILL)),  # reader: corrupt goes unnoticed
+    "transfer.ucx.run": frozenset(Action),  # owner: the same over ucx
+    "transfer.shm.copy": frozenset(  # reader, in the middle of a copy: corrupt goes unnoticed
+        (Action.DELAY, Action.CORRUPT, Action.KILL, Action.STOP)
+    ),
     "transfer.lease.renew": _MESSAGE,  # reader: "I still copy"
     "transfer.lease.release": _MESSAGE,  # reader: "I have copied"
     "transfer.lease.released": _MESSAGE,  # owner: whether the lease was valid throughout
     "rpc.prefill.start": _MESSAGE,  # reader: the prompt
     "rpc.prefill.reply": _MESSAGE,  # owner: accepted, filled, computed, renewed
     "rpc.decode.outputs": frozenset((Action.DELAY, Action.KILL)),  # decode: the tokens of a step
+    "engine.step": frozenset((Action.DELAY, Action.KILL, Action.STOP)),  # any node: before each step
     "index.publish": _CALL,  # node: announce, store, remove
     "index.lookup": _CALL,  # gateway: which nodes live, and who holds which blocks
 }
 """Every point, and what may go wrong there."""
 
 DEFAULT_DELAY_MS = 100.0
+_SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
 _RULE = re.compile(r"([\w.]+)=(\w+)(?::([0-9.]+)|@([0-9]+))(?::([0-9.]+))?")
 
 
@@ -88,7 +96,7 @@ class FailPoints:
         return bool(self._rules)
 
     def hit(self, point: str) -> Fault | None:
-        """What goes wrong at this passage, if anything. A kill does not return."""
+        """What goes wrong at this passage, if anything. A kill does not return, a stop when the process goes on."""
         if not self._rules or (rules := self._rules.get(point)) is None:
             return None
         with self._lock:
@@ -98,8 +106,8 @@ class FailPoints:
             fault = next(iter(due), None)
             if fault is not None:
                 self.hits[point, fault.action.value] += 1
-        if fault is not None and fault.action is Action.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if fault is not None and (signal_number := _SIGNALS.get(fault.action)):
+            os.kill(os.getpid(), signal_number)
         return fault
 
     async def copies(self, point: str) -> int:

@@ -19,6 +19,7 @@ class NodeState(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    STALLED = "stalled"  # its engine has made no step for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,30 @@ class LayoutCard:
     tp_size: int = 1
 
     @property
+    def kv_heads(self) -> range:
+        """This rank's, of the model's `num_kv_heads`. A degree above that number gives each head to several ranks."""
+        if self.tp_size > self.num_kv_heads:
+            head = self.tp_rank // (self.tp_size // self.num_kv_heads)
+            return range(head, head + 1)
+        heads_per_rank = self.num_kv_heads // self.tp_size
+        return range(self.tp_rank * heads_per_rank, (self.tp_rank + 1) * heads_per_rank)
+
+    @property
     def block_bytes(self) -> int:
+        """Of this rank's part of a block."""
         item = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item
+        return self.num_layers * 2 * len(self.kv_heads) * self.block_size * self.head_dim * item
+
+    def shared_heads(self, other: LayoutCard) -> range:
+        """The kv-heads that both ranks hold."""
+        mine, theirs = self.kv_heads, other.kv_heads
+        return range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
 
     def check_compatible(self, other: LayoutCard, who: str) -> None:
         """Raises LayoutMismatch that names the first field that differs and both values.
 
         `version` is not compared: what may differ between versions is bound by the fingerprint and the numerics id.
+        Tensor-parallel degrees may differ, as long as both split the heads evenly and the two ranks share some.
         """
         for name in _CARD_FIELDS:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -53,6 +70,22 @@ class LayoutCard:
                     f"{who} has {name} {theirs!r}, this node has {mine!r}: start both with the same value",
                     param=name,
                 )
+        if not (self._splits_evenly() and other._splits_evenly()):
+            raise LayoutMismatch(
+                f"{who} is tp_rank {other.tp_rank} of tp_size {other.tp_size!r}, this node {self.tp_rank} of "
+                f"{self.tp_size!r}: each tp_size must divide the {self.num_kv_heads} kv-heads or be a multiple of them",
+                param="tp_size",
+            )
+        if not self.shared_heads(other):
+            raise LayoutMismatch(
+                f"{who} is tp_rank {other.tp_rank} of {other.tp_size}, this node {self.tp_rank} of {self.tp_size}: "
+                f"of {self.num_kv_heads} kv-heads they share none",
+                param="tp_rank",
+            )
+
+    def _splits_evenly(self) -> bool:
+        size, heads = self.tp_size, self.num_kv_heads
+        return 0 <= self.tp_rank < size and (heads % size == 0 or size % heads == 0)
 
 
 _CARD_FIELDS = (
@@ -63,8 +96,6 @@ _CARD_FIELDS = (
     "num_layers",
     "num_kv_heads",
     "head_dim",
-    "tp_rank",
-    "tp_size",
 )
 
 
@@ -105,6 +136,16 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """By which transport a node pulls blocks from a peer, and why by that one."""
+
+    instance_id: str
+    address: str
+    transport: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """One running node. `instance_id` is new with every process start; `node_id` is the name that stays."""
 
@@ -119,6 +160,7 @@ class NodeRecord:
     metrics_address: str = ""
     state: NodeState = NodeState.READY
     load: NodeLoad = field(default_factory=NodeLoad)
+    links: tuple[Link, ...] = ()  # told when the node itself is asked, not with each heartbeat
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -135,6 +177,7 @@ class NodeRecord:
                 state=NodeState(d.pop("state")),
                 card=LayoutCard(**d.pop("card")),
                 load=NodeLoad(accounts=accounts, **load),
+                links=tuple(Link(**link) for link in d.pop("links")),
                 **d,
             )
         except (TypeError, KeyError, AttributeError) as exc:

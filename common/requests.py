@@ -72,8 +72,31 @@ class PrefillCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A node of any role, and how many leading blocks of a prompt it is believed to hold."""
+
+    instance_id: str
+    address: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """A choice that an earlier attempt left unfinished, and the tokens it has had so far."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One submission to a decode node: one prompt, `n` choices. A lower `priority` runs earlier."""
+    """One submission to a decode node: one prompt, `n` choices. A lower `priority` runs earlier.
+
+    `resumed` not empty: these choices alone are produced, each from behind its tokens on, which are output like any
+    other and are not sent again.
+
+    `holders`, best first: whom leading blocks may be pulled from instead of being computed.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -83,6 +106,9 @@ class GenerateRequest:
     cache_salt: str = ""
     prefill: tuple[PrefillCandidate, ...] = ()
     priority: int = 0
+    holders: tuple[Holder, ...] = ()
+    resumed: tuple[ResumedChoice, ...] = ()
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,28 +8,55 @@ import time
 from dataclasses import dataclass, field, replace
 
 from kvferry.common.errors import BadRequest, ContextTooLong, KvferryError
-from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, RequestTimes
-from kvferry.services.decode.remote_prefill import Received
+from kvferry.common.requests import FinishReason, GenerateRequest, Holder, RequestOutput, RequestTimes
+from kvferry.common.tracing import NO_SPAN, Span
 from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.outputs import FirstToken, TokenOutput
 from kvferry.services.node.context import LoadedNode
+from kvferry.services.node.reader import Received
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`open`: the choices that have not ended. `receiving`: the task that copies a peer's blocks for choice 0."""
+    """`choices`: those to be produced, each with the tokens it has had from an earlier attempt; the first one's
+    sequence computes the prompt for all. `open`: those that have not ended. `receiving`: the task that copies a peer's
+    blocks for the first one. `holders`: whom some of them will be pulled from."""
 
     spec: GenerateRequest
     session: GatewaySession
+    choices: dict[int, tuple[int, ...]]
     open: set[int]
     started_s: float = field(default_factory=time.monotonic)
+    holders: list[Holder] = field(default_factory=list)
     received: Received | None = None
     prefilled_by: str = ""
+    span: Span = NO_SPAN
     receiving: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, spec: GenerateRequest, session: GatewaySession) -> Request:
+        choices = {choice.index: choice.token_ids for choice in sorted(spec.resumed, key=lambda choice: choice.index)}
+        choices = choices or dict.fromkeys(range(spec.n), ())
+        return cls(spec, session, choices, set(choices))
+
+    @property
+    def first(self) -> int:
+        return next(iter(self.choices))
+
+    @property
+    def entering_token_ids(self) -> tuple[int, ...]:
+        """What its first sequence starts with: the prompt, and what a choice that is alone has had already."""
+        resumed = self.choices[self.first] if len(self.choices) == 1 else ()
+        return (*self.spec.prompt_token_ids, *resumed)
 
     def key(self, index: int) -> str:
         """Name of a choice's sequence in the engine, unique over sessions and attempts."""
         return f"{self.session.number}/{self.spec.request_id}/{self.spec.attempt}/{index}"
+
+    def trace_first(self, first: FirstToken) -> None:
+        begun = first.received_s or first.admitted_s
+        self.span.phase("queue", first.arrival_s, first.admitted_s)
+        self.span.phase("first_step", begun, first.token_s, computed=first.computed_tokens)
 
     def token_output(self, index: int, output: TokenOutput) -> RequestOutput:
         logprobs = (output.logprobs,) if output.logprobs is not None and self.spec.sampling.logprobs is not None else ()
@@ -89,11 +116,29 @@ def validate(spec: GenerateRequest, loaded: LoadedNode) -> None:
         raise ContextTooLong(
             f"the prompt has {len(tokens)} tokens; with one to produce the limit is {limit}", param="prompt"
         )
+    _validate_resumed(spec, limit)
     if spec.sampling.beam is not None and (structured := spec.sampling.structured) is not None:
         raise BadRequest(f"{structured.param}: beam search cannot follow a grammar", param=structured.param)
     vocab = loaded.model_config.vocab_size
     params = spec.sampling
     listed = (tokens, params.stop_token_ids, (t for t, _ in params.logit_bias), params.allowed_token_ids)
-    named = itertools.chain(*listed, *params.bad_words)
+    named = itertools.chain(*listed, *params.bad_words, *(choice.token_ids for choice in spec.resumed))
     if (worst := max(named)) >= vocab:
         raise BadRequest(f"token id {worst} is outside the vocabulary of {vocab} tokens", param="prompt")
+
+
+def _validate_resumed(spec: GenerateRequest, limit: int) -> None:
+    if spec.resumed and spec.sampling.beam is not None:
+        raise BadRequest("a beam search cannot be resumed", param="resumed")
+    indexes = {choice.index for choice in spec.resumed}
+    if len(indexes) != len(spec.resumed) or max(indexes, default=0) >= spec.n:
+        raise BadRequest(
+            f"resumed choices {[choice.index for choice in spec.resumed]} must be different and below n, {spec.n}",
+            param="resumed",
+        )
+    longest = max((len(choice.token_ids) for choice in spec.resumed), default=0)
+    most = min(spec.sampling.max_tokens, limit - len(spec.prompt_token_ids))
+    if longest >= most:
+        raise BadRequest(
+            f"a resumed choice has {longest} tokens: of {most} that it may have none is left", param="resumed"
+        )

@@ -21,7 +21,7 @@ from kvferry.common.nodes import Role
 from kvferry.common.requests import GenerateRequest, StructuredOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
-from kvferry.services.decode.remote_prefill import Received, RemotePrefill, Timeouts, Wanted
+from kvferry.services.decode.receive import plan_receive, receive
 from kvferry.services.decode.request import Request, validate
 from kvferry.services.decode.session import GatewaySession, Stream
 from kvferry.services.engine.beam_groups import make_group
@@ -29,13 +29,12 @@ from kvferry.services.engine.grammar import Matcher
 from kvferry.services.engine.outputs import AdmittedOutput, StepReport, TokenOutput
 from kvferry.services.engine.sequence import Sequence
 from kvferry.services.node.context import LoadedNode, NodeContext
+from kvferry.services.node.owner import BlockOwner
+from kvferry.services.node.reader import Wanted
 from kvferry.services.node.runtime import run_node
 from kvferry.services.rpc.convert import submit_from_pb
 
 log = logging.getLogger("kvferry.decode")
-
-UNMEASURED_LOCAL_PREFILL_TOKENS = 64
-"""What a decode node computes itself before it has measured how long that takes."""
 
 
 def main(config: Config, role: Role = Role.DECODE) -> int:
@@ -47,6 +46,7 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def __init__(self, context: NodeContext) -> None:
         self._node = context
+        self._owner = BlockOwner(context)
         self._sessions: set[GatewaySession] = set()
         self._requests: dict[tuple[int, str, int], Request] = {}  # by session number, request id, attempt
         self._by_key: dict[str, tuple[Request, int]] = {}
@@ -55,10 +55,11 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_DecodeServicer_to_server(self, server)
+        self._owner.add_to(server)
 
     @property
     def num_active(self) -> int:
-        return len(self._requests) + len(self._receives)
+        return len(self._requests) + len(self._receives) + self._owner.num_active
 
     # ---- gateway side
 
@@ -87,8 +88,11 @@ class DecodeService(pb_grpc.DecodeServicer):
                     self._cancel(request, list(cancel.indexes) or sorted(request.open))
 
     def _submit(self, session: GatewaySession, spec: GenerateRequest) -> None:
-        request = Request(spec, session, set(range(spec.n)))
+        request = Request.of(spec, session)
         name = (session.number, spec.request_id, spec.attempt)
+        request.span = self._node.tracing.start(
+            "decode", spec.traceparent, node=self._node.node_id, request_id=spec.request_id, attempt=spec.attempt
+        )
         try:
             if name in self._requests:
                 raise BadRequest(f"request id {spec.request_id!r} is in use", param="request_id")
@@ -101,9 +105,10 @@ class DecodeService(pb_grpc.DecodeServicer):
                 self._compiling.add(task)
                 task.add_done_callback(self._compiling.discard)
             self._requests[name] = request
-            self._by_key |= {request.key(index): (request, index) for index in range(spec.n)}
+            self._by_key |= {request.key(index): (request, index) for index in request.choices}
         except KvferryError as exc:
             session.push(request.error_output(exc))
+            request.span.end(error=exc)
 
     async def _start_constrained(self, loaded: LoadedNode, request: Request, structured: StructuredOutput) -> None:
         """Compiles the grammar first, which nobody waits for but this request."""
@@ -111,7 +116,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             matcher = await asyncio.to_thread(loaded.grammars.matcher, structured)
             if request.open:
                 self._start(loaded, request, matcher)
-            for index in set(range(request.spec.n)) - request.open:  # cancelled meanwhile
+            for index in request.choices.keys() - request.open:  # cancelled meanwhile
                 loaded.engine.close(request.key(index))
         except Exception as exc:
             if request.open:
@@ -119,38 +124,29 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def _start(self, loaded: LoadedNode, request: Request, matcher: Matcher | None = None) -> None:
         """Submits the prompt with all its choices. Raises what the engine refuses it with."""
-        spec = request.spec
+        spec, choices = request.spec, request.choices
         seq = Sequence(
-            key=request.key(0),
-            token_ids=list(spec.prompt_token_ids),
+            key=request.key(request.first),
+            token_ids=list(request.entering_token_ids),
             num_prompt_tokens=len(spec.prompt_token_ids),
             root=root_name(loaded.card.model_fingerprint, loaded.card.numerics_id, spec.cache_salt),
             block_size=loaded.card.block_size,
             sampling=spec.sampling,
+            index=request.first,
             priority=spec.priority,
         )
         seq.matcher = matcher
-        keys = tuple(request.key(index) for index in range(spec.n))
         if spec.sampling.beam is not None:
             room = loaded.max_model_len - seq.num_tokens
             max_tokens = min(spec.sampling.max_tokens, room)
+            keys = tuple(map(request.key, choices))
             make_group(seq, spec.sampling, keys, max_tokens, loaded.engine.eos_token_ids)
-        else:
-            for index, key in enumerate(keys[1:], 1):
-                seq.add_branch(key, index)
-        if spec.prefill:
-            cached = loaded.engine.num_cached_tokens(seq)
-            missing_blocks = seq.num_cacheable_blocks - cached // seq.block_size
-            seq.receive = missing_blocks > 0 and seq.num_tokens - cached > self._local_limit(loaded)
+        elif len(choices) > 1:
+            seq.resumed_token_ids = choices[request.first]
+            for index in [*choices][1:]:
+                seq.add_branch(request.key(index), index, choices[index])
+        plan_receive(self._node, request, seq)
         loaded.engine.submit(seq)
-
-    def _local_limit(self, loaded: LoadedNode) -> int:
-        """Uncached tokens up to which a prompt is computed here: what fits into one step, unless configured."""
-        node, engine = self._node.config.node, self._node.config.engine
-        if node.local_prefill_max_tokens is not None:
-            return node.local_prefill_max_tokens
-        measured = loaded.engine.scheduler.times.prompt_tokens_within(engine.max_step_ms, decoding=False)
-        return UNMEASURED_LOCAL_PREFILL_TOKENS if measured is None else max(measured, loaded.card.block_size)
 
     # ---- engine side
 
@@ -165,18 +161,14 @@ class DecodeService(pb_grpc.DecodeServicer):
                 self._fail(found[0], failed.error)
 
     def on_lease_expired(self, lease_id: str) -> None:
-        """Nothing here waits for a reader of this node's blocks."""
+        self._owner.on_lease_expired(lease_id)
 
     def _on_token(self, request: Request, index: int, token: TokenOutput) -> None:
         request.session.push(request.token_output(index, token))
         metrics = self._node.require_loaded().metrics
         if (first := token.first) is not None:
-            for source, count in (
-                ("local_compute", first.computed_tokens),
-                ("local_cache_hit", first.cached_tokens),
-                ("external_kv_transfer", first.received_tokens),
-            ):
-                metrics.prompt_tokens.labels(source).inc(count)
+            metrics.note_prompt(first.computed_tokens, first.cached_tokens, first.received_tokens)
+            request.trace_first(first)
         if token.finish_reason is not None:
             metrics.requests.labels(token.finish_reason.value).inc()
             self._ended(request, index)
@@ -201,49 +193,27 @@ class DecodeService(pb_grpc.DecodeServicer):
         task.add_done_callback(ended)
 
     async def _receive(self, request: Request, admitted: AdmittedOutput) -> None:
-        """Fills the admitted blocks from a prefill node, or hands the prompt to this node's own steps.
+        """Fills the admitted blocks from peers, and hands the rest of the prompt to this node's own steps.
 
         However it ends, nothing writes into the blocks afterwards.
         """
         loaded = self._node.require_loaded()
         wanted = Wanted(
             request_id=request.spec.request_id,
-            prompt_token_ids=request.spec.prompt_token_ids,
+            prompt_token_ids=request.entering_token_ids,
             cache_salt=request.spec.cache_salt,
             priority=request.spec.priority,
             first_block=admitted.first_block,
             block_ids=admitted.block_ids,
+            span=request.span,
         )
-        num_received = 0
         try:
-            if await self._try_candidates(loaded, request, wanted):
-                num_received = admitted.first_block + len(admitted.block_ids)
-            loaded.engine.receive_ended(admitted.key, num_received)
+            loaded.engine.receive_ended(admitted.key, await receive(self._node, request, wanted))
         except BadRequest as exc:
             self._fail(request, exc)
         except Exception as exc:
             log.exception("receiving the prompt of %s failed", request.spec.request_id)
             self._fail(request, Internal(f"receiving the prompt failed: {type(exc).__name__}: {exc}"))
-
-    async def _try_candidates(self, loaded: LoadedNode, request: Request, wanted: Wanted) -> bool:
-        """True when one candidate delivered everything. Raises BadRequest when one refuses the prompt itself."""
-        node = self._node.config.node
-        timeouts = Timeouts(total_s=node.prefill_timeout_s, silence_s=node.peer_timeout_s, renew_s=node.lease_renew_s)
-        remote = RemotePrefill(loaded.puller, loaded.card, timeouts, self._node.fail_points)
-        for candidate in request.spec.prefill:
-            try:
-                request.received = await remote.receive_blocks(candidate, wanted)
-            except BadRequest:
-                raise
-            except KvferryError as exc:
-                log.warning("prefill of %s on %s failed: %s", request.spec.request_id, candidate.address, exc.message)
-                loaded.metrics.transfer_failures.labels(exc.code).inc()
-                continue
-            request.prefilled_by = candidate.instance_id
-            _count_pulls(loaded, request.received)
-            return True
-        loaded.metrics.local_fallbacks.labels("all_candidates_failed").inc()
-        return False
 
     # ---- endings
 
@@ -261,6 +231,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         loaded = self._node.require_loaded()
         request.session.push(request.error_output(error))
         loaded.metrics.requests.labels("error").inc()
+        request.span.set(error=error.code)
         for index in sorted(request.open):
             self._stop_choice(loaded, request, index)
 
@@ -268,7 +239,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         """A prompt that is being received is closed by its receive, once no copy is in flight."""
         self._ended(request, index)
         task = request.receiving
-        if task is None or index or request.open:
+        if task is None or index != request.first or request.open:
             loaded.engine.close(request.key(index))
         if task is not None and not request.open and task is not asyncio.current_task():
             task.cancel()
@@ -278,17 +249,12 @@ class DecodeService(pb_grpc.DecodeServicer):
         self._by_key.pop(request.key(index), None)
         if not request.open:
             self._requests.pop((request.session.number, request.spec.request_id, request.spec.attempt), None)
+            request.span.end()
 
     async def aclose(self) -> None:
         for request in list(self._requests.values()):
             self._fail(request, Draining(f"{self._node.node_id} has shut down"))
         for session in self._sessions:
             session.close()
+        await self._owner.aclose()
         await asyncio.gather(*self._receives, *self._compiling, return_exceptions=True)
-
-
-def _count_pulls(loaded: LoadedNode, received: Received) -> None:
-    for pull in received.pulls:
-        loaded.metrics.transfer_bytes.labels(pull.transport).inc(pull.num_bytes)
-        loaded.metrics.transfer_blocks.labels(pull.transport).inc(pull.num_blocks)
-        loaded.metrics.transfer_seconds.labels(pull.transport).observe(pull.seconds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from kvferry.common.errors import Internal
@@ -123,6 +124,23 @@ class Engine:
             if not self.pool.enable_prefix_caching:
                 return 0
             return len(self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks))) * seq.block_size
+
+    def pin_cached(self, names: Sequence[bytes]) -> list[int]:
+        """Pins the longest leading run of these blocks that the pool holds; their ids.
+
+        While somebody waits for blocks, only such that are in use anyway.
+        """
+        with self._mutex:
+            block_ids = self.pool.lookup(names)
+            if self.scheduler.lacks_blocks:
+                block_ids = list(takewhile(lambda i: not self.pool.num_idle((i,)), block_ids))
+            self.pool.pin(block_ids)
+            return block_ids
+
+    def leases_block_admission(self) -> bool:
+        """Whether somebody waits for blocks while nothing but leases keeps some."""
+        with self._mutex:
+            return self.scheduler.lacks_blocks and self.pool.accounts().lease > 0
 
     def pin(self, block_ids: Sequence[int]) -> None:
         with self._mutex:
@@ -240,22 +258,26 @@ class Engine:
             report.blocks.append(BlocksOutput.of(seq, complete))
 
     def _book_tokens(self, ones: list[Seq], drawn: list[SampledToken], report: StepReport) -> None:
-        """Births the branches of a prompt that is computed, then gives each sequence its token."""
+        """Births the branches of a prompt that is computed, then gives each sequence its token, or all that it had."""
         for branch in ones[1:]:
             self.scheduler.fork(ones[0], branch)
         ones[0].branches = []
-        is_first = ones[0].num_output_tokens == 0
         for one, token in zip(ones, drawn, strict=True):
             if one.abandoned:
                 self._drop(one)
             if one.abandoned or one.key in self._closing:
+                continue
+            if one.resumed_token_ids:
+                one.token_ids.extend(one.resumed_token_ids)
+                one.resumed_token_ids = ()
                 continue
             if token.error is not None:
                 report.failed.append(FailedOutput(one.key, token.error))
                 self._drop(one)
                 continue
             one.token_ids.append(token.token_id)
-            first, is_first = FirstToken.of(ones[0]) if is_first else None, False
+            first = FirstToken.of(ones[0]) if ones[0].tells_first else None
+            ones[0].tells_first = False
             reason, stop = self._finish(one, token.token_id)
             logprobs = None if token.logprob is None else TokenLogprobs(token.logprob, token.top)
             report.tokens.append(TokenOutput(one.key, token.token_id, logprobs, reason, stop, first))

@@ -31,7 +31,7 @@ class FirstToken:
         return cls(
             cached_tokens=seq.num_cached_tokens,
             received_tokens=seq.num_received_tokens,
-            computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens - seq.num_received_tokens,
+            computed_tokens=max(seq.num_prompt_tokens - seq.num_cached_tokens - seq.num_received_tokens, 0),
             arrival_s=seq.arrival_s,
             admitted_s=seq.admitted_s,
             received_s=seq.received_s,
@@ -63,8 +63,10 @@ class BlocksOutput:
     block_ids: tuple[int, ...]
     complete: bool
     cached_tokens: int
+    received_tokens: int
     arrival_s: float
     admitted_s: float
+    computed_s: float
 
     @classmethod
     def of(cls, seq: Sequence, complete: bool) -> Self:
@@ -73,8 +75,10 @@ class BlocksOutput:
             block_ids=tuple(seq.block_table[: seq.num_computed_tokens // seq.block_size]),
             complete=complete,
             cached_tokens=seq.num_cached_tokens,
+            received_tokens=seq.num_received_tokens,
             arrival_s=seq.arrival_s,
             admitted_s=seq.admitted_s,
+            computed_s=time.monotonic(),
         )
 
 

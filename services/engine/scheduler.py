@@ -43,6 +43,7 @@ class Scheduler:
         self.received = WaitingQueue()  # complete receives, and failed ones: they own their blocks
         self._arrived: list[int] = []  # blocks received since the last step
         self.running: list[Sequence] = []  # in order
+        self._short: Sequence | None = None  # the last one that found too few blocks
         self._num_preemptions = 0
         self._num_copied_blocks = 0
 
@@ -53,6 +54,11 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received))
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the first in the queue waits for blocks."""
+        return bool(self.waiting) and self.waiting.first is self._short
 
     def take_counts(self) -> tuple[int, int]:
         """Preemptions and copied blocks since the last call."""
@@ -133,6 +139,7 @@ class Scheduler:
             if not seq.receive and (budget <= 0 or self.received or not self._has_seats(seq)):
                 return
             if not self._reserve(seq):
+                self._short = seq
                 return
             self.waiting.pop()
             seq.admitted_s = seq.admitted_s or time.monotonic()
@@ -154,6 +161,7 @@ class Scheduler:
         child.arrival_s, child.admitted_s = parent.arrival_s, parent.admitted_s
         child.priority, child.num_overtaken = parent.priority, parent.num_overtaken
         child.parent = None
+        child.tells_first = False
         if parent.status is not Status.RUNNING or parent.num_uncomputed_tokens:
             child.num_preemptions = 1
             self.waiting.insert(child)

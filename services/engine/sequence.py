@@ -42,6 +42,9 @@ class Sequence:
 
     A compute-only sequence has only whole blocks of tokens. `branches` are further samples of the same prompt: each is
     born, sharing all blocks, when the prompt is computed, and until then knows its `parent`.
+
+    Output that another engine has produced already enters with `token_ids`; that of one choice of several, which comes
+    after their common prompt, as `resumed_token_ids`, which take the place of the first token to be drawn.
     """
 
     key: str
@@ -68,6 +71,8 @@ class Sequence:
     received_s: float = 0.0
     names: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # filled by the runner, chunk by chunk
+    resumed_token_ids: tuple[int, ...] = ()
+    tells_first: bool = True  # its next token comes with the facts about its prompt
     branches: list[Sequence] = field(default_factory=list)
     parent: Sequence | None = None
     abandoned: bool = False  # closed, but computes the prompt for its branches
@@ -104,8 +109,9 @@ class Sequence:
         """Places in the batch that it takes, now or once its branches are born."""
         return 1 + len(self.branches) + self.num_reserved_seats
 
-    def add_branch(self, key: str, index: int) -> None:
+    def add_branch(self, key: str, index: int, resumed_token_ids: tuple[int, ...] = ()) -> None:
         branch = Sequence(key, [], self.num_prompt_tokens, self.root, self.block_size, self.sampling, index)
+        branch.resumed_token_ids = resumed_token_ids
         branch.parent = self
         branch.matcher = self.matcher and self.matcher.clone()
         self.branches.append(branch)

@@ -18,6 +18,8 @@ from kvferry.common.fail_points import FailPoints
 from kvferry.common.fault_metrics import FaultCollector
 from kvferry.common.log import setup_logging
 from kvferry.common.models import resolve_model
+from kvferry.common.nodes import NodeState
+from kvferry.common.tracing import open_tracing
 from kvferry.services.gateway import errors, server
 from kvferry.services.gateway.asgi import RequestIds
 from kvferry.services.gateway.generation_config import GenerationConfig
@@ -31,6 +33,8 @@ from kvferry.services.gateway.tokenizer import Tokenizer
 from kvferry.services.index.base import PrefixIndex
 from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
+from kvferry.services.rpc.aio import dialer
+from kvferry.services.rpc.tls import Tls
 
 log = logging.getLogger("kvferry.gateway")
 
@@ -48,7 +52,7 @@ class Gateway:
     ) -> None:
         self.metrics = GatewayMetrics(registry or CollectorRegistry())
         self.table = NodeTable(index, config.served_model)
-        self.pool = SessionPool(config.node.peer_timeout_s)
+        self.pool = SessionPool(config.node.peer_timeout_s, dial=dialer(Tls.of(config.cluster)))
         self.service = Service(
             tokenizer,
             self.table,
@@ -57,6 +61,9 @@ class Gateway:
             self.metrics,
             queue_timeout_s=config.gateway.queue_timeout,
             max_num_requests=config.gateway.max_num_requests,
+            max_resumptions=config.gateway.max_resumptions,
+            resume_timeout_s=config.gateway.resume_timeout,
+            tracing=open_tracing(config.cluster.otlp_traces_endpoint, "kvferry-gateway"),
         )
         self.app = FastAPI(title="kvferry", version=kvferry.__version__, lifespan=lambda app: self.running())
         self.app.add_middleware(RequestIds)
@@ -75,6 +82,7 @@ class Gateway:
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
+                await asyncio.to_thread(self.service.tracing.flush)
 
     async def _watch_nodes(self) -> None:
         while True:
@@ -86,6 +94,8 @@ class Gateway:
 
     async def _look(self) -> None:
         await self.table.refresh()
+        self.service.table_is_fresh()
+        self.pool.give_up(node.instance_id for node in self.table.nodes if node.state is NodeState.STALLED)
         self.metrics.index_up.set(self.table.index_ok)
         self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
 

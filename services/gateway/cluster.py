@@ -13,7 +13,7 @@ from kvferry.common.nodes import NodeRecord
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.gateway.serving import Service
-from kvferry.services.rpc.aio import open_channel
+from kvferry.services.rpc.aio import Dial
 
 STATS_TIMEOUT_S = 0.5
 
@@ -21,7 +21,7 @@ STATS_TIMEOUT_S = 0.5
 async def cluster_state(service: Service, model: str, version: str) -> dict[str, Any]:
     """Nodes are asked in parallel; one that does not answer in time shows its last record, `live` false."""
     table, pool = service.table, service.pool
-    nodes = await asyncio.gather(*(_node_state(record) for record in table.nodes))
+    nodes = await asyncio.gather(*(_node_state(record, pool.dial) for record in table.nodes))
     return {
         "model": model,
         "version": version,
@@ -47,15 +47,15 @@ async def cluster_state(service: Service, model: str, version: str) -> dict[str,
     }
 
 
-async def _node_state(record: NodeRecord) -> dict[str, Any]:
-    live = await _ask(record)
+async def _node_state(record: NodeRecord, dial: Dial) -> dict[str, Any]:
+    live = await _ask(record, dial)
     return {**asdict(live or record), "live": live is not None}
 
 
-async def _ask(record: NodeRecord) -> NodeRecord | None:
+async def _ask(record: NodeRecord, dial: Dial) -> NodeRecord | None:
     """The node's record of this moment. None when it does not answer, or another instance does."""
     try:
-        async with open_channel(record.address) as channel:
+        async with dial(record.address) as channel:
             call = pb_grpc.NodeStub(channel).Stats(pb.StatsRequest(), timeout=STATS_TIMEOUT_S)
             live = NodeRecord.from_json((await call).record_json)
     except (grpc.RpcError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvferry.common.errors import Draining, NodeLost, Unavailable
 from kvferry.common.requests import FinishReason, RequestTimes
 
 # Up to CPU minutes: a first token may take a 1,500-token prompt's seconds behind a queue.
@@ -50,6 +51,9 @@ class GatewayMetrics:
         self.index_lookups = counter("index_lookups", "prefix lookups answered")
         self.index_failures = counter("index_lookup_failures", "prefix lookups failed or too late")
         self.retries = counter("request_retries", "submissions repeated on another node before any token")
+        self.resumes = counter("request_resumes", "prompts that went on elsewhere behind their tokens", ("reason",))
+        for error in (NodeLost, Draining, Unavailable):
+            self.resumes.labels(error.code)
         self.aborted = counter("requests_aborted", "HTTP requests whose client left")
         self.stalled = counter("client_stalls", "HTTP requests whose client accepted nothing for too long")
         self.errors = counter("request_errors", "admitted HTTP requests that ended in an error", ("code",))

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from kvferry.common.errors import Draining, LayoutMismatch, Unavailable
 from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
-from kvferry.common.requests import PrefillCandidate
+from kvferry.common.requests import Holder, PrefillCandidate
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
 DEFAULT_STEP_MS = 20.0
 TRANSFER_MS_PER_BLOCK = 0.1
 MAX_PREFILL_CANDIDATES = 4
+MAX_HOLDERS = 3
 NUM_COMPARED_PREFILL = 8  # per decode node, so that large fleets stay cheap
 NUM_REASONS = 16
 
@@ -73,12 +74,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decision and its reasons. `prefill` is in order of preference; empty: the decode node computes."""
+    """The decision and its reasons. `prefill` is in order of preference; empty: the decode node computes.
+
+    `holders`: whom leading blocks could be pulled from, those with most first. No cost counts on that.
+    """
 
     request_id: str
     num_tokens: int
     decode: NodeRecord
     prefill: tuple[PrefillCandidate, ...]
+    holders: tuple[Holder, ...]
     chosen: Candidate
     decode_candidates: tuple[Candidate, ...]
     prefill_candidates: tuple[Candidate, ...]
@@ -95,6 +100,7 @@ class Plan:
             "num_tokens": self.num_tokens,
             "decode": self.decode.node_id,
             "prefill": [candidate.instance_id for candidate in self.prefill],
+            "holders": [asdict(holder) for holder in self.holders],
             "decode_candidates": [candidate.to_dict() for candidate in self.decode_candidates],
             "prefill_candidates": [candidate.to_dict() for candidate in self.prefill_candidates],
         }
@@ -123,6 +129,7 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
             PrefillCandidate(c.instance_id, address[c.instance_id], c.matched_blocks)
             for c in offered[:MAX_PREFILL_CANDIDATES]
         ),
+        holders=estimate.holders(node),
         chosen=chosen,
         decode_candidates=tuple(ranked[:NUM_REASONS]),
         prefill_candidates=tuple(offered[:NUM_REASONS]),
@@ -164,6 +171,12 @@ class _Estimate:
         if decode.card not in self._helpers:
             self._helpers[decode.card] = [view for view in self._prefill if _compatible(decode, view.node)]
         return self._helpers[decode.card]
+
+    def holders(self, decode: NodeRecord) -> tuple[Holder, ...]:
+        """Nodes of any role whose blocks of the prompt mean something to `decode`, most blocks first."""
+        held = (view for view in self._views.values() if view.matched_blocks and _compatible(decode, view.node))
+        ranked = sorted(held, key=lambda view: (-view.matched_blocks, view.queue_ms, view.salt))
+        return tuple(Holder(v.node.instance_id, v.node.address, v.matched_blocks) for v in ranked[:MAX_HOLDERS])
 
     def decode(self, node: NodeRecord) -> Candidate:
         """The node with the cheapest way to compute the prompt: itself, or one of the best prefill nodes."""

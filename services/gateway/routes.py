@@ -76,18 +76,18 @@ class Routes:
         job = await self._intake.completion(body, f"cmpl-{secrets.token_hex(16)}", request.state.request_id)
         usage = _wants_usage(body)
         writer = CompletionWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
-        return self._run(body, job, writer)
+        return self._run(body, job, writer, request)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._parse(ChatRequest, request)
         job = await self._intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}", request.state.request_id)
         usage = _wants_usage(body)
         writer = ChatWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
-        return self._run(body, job, writer)
+        return self._run(body, job, writer, request)
 
-    def _run(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter) -> Response:
+    def _run(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter, request: Request) -> Response:
         return RunResponse(
-            Run(self._service, job),
+            Run(self._service, job, request.headers.get("traceparent", "")),
             writer,
             stream=body.stream,
             include_usage=_wants_usage(body),

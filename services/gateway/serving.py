@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvferry.common.errors import (
@@ -11,6 +15,8 @@ from kvferry.common.errors import (
     Overloaded,
     Unavailable,
 )
+from kvferry.common.nodes import LayoutCard
+from kvferry.common.tracing import Tracing
 from kvferry.services.gateway.intake import Job
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import Ledger, NodeTable, PrefixLookup
@@ -34,17 +40,24 @@ class Service:
         *,
         queue_timeout_s: float,
         max_num_requests: int,
+        max_resumptions: int,
+        resume_timeout_s: float,
+        tracing: Tracing | None = None,
     ) -> None:
+        self.tracing = tracing or Tracing()
         self.tokenizer = tokenizer
         self.table = table
         self.lookup = lookup
         self.pool = pool
         self.metrics = metrics
         self.queue_timeout_s = queue_timeout_s
+        self.max_resumptions = max_resumptions
+        self.resume_timeout_s = resume_timeout_s
         self.ledger = Ledger()
         self.mailboxes: set[Mailbox] = set()  # one per request in flight
         self.draining = False
         self._max_num_requests = max_num_requests
+        self._looked = asyncio.Event()
         self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
 
     def admit(self, mailbox: Mailbox) -> None:
@@ -75,22 +88,56 @@ class Service:
         plans = self._plans.get(request_id)
         return None if plans is None else [plan.reasons() for plan in plans]
 
-    async def plan(self, request_id: str, num_tokens: int, matches: dict[str, int], tried: frozenset[str]) -> Plan:
+    def table_is_fresh(self) -> None:
+        """Wakes those who wait for a node."""
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    async def plan(
+        self,
+        request_id: str,
+        num_tokens: int,
+        matches: Mapping[str, int],
+        tried: frozenset[str],
+        *,
+        like: LayoutCard | None = None,
+        patience_s: float = 0.0,
+    ) -> Plan:
         """Asks the router; looks for new nodes when there are none, and at failing ones when there are no others.
 
-        Raises Unavailable.
+        `like`: nodes that compute other bits than this one are the last resort. With patience it goes on looking, then
+        also at nodes that were tried and have not failed just now. Raises Unavailable.
         """
+        give_up_at = time.monotonic() + patience_s
 
         def attempt(excluded: frozenset[str]) -> Plan:
-            return choose(
-                RouteRequest(request_id, num_tokens, self.ledger.in_flight, excluded), self.table.nodes, matches
-            )
+            others = frozenset() if like is None else self._unlike(like)
+            with suppress(Unavailable):
+                return self._choose(request_id, num_tokens, matches, excluded | others)
+            return self._choose(request_id, num_tokens, matches, excluded)
 
-        try:
+        with suppress(Unavailable):
             return attempt(tried | self.pool.failing())
-        except Unavailable:
-            await self.table.refresh()
-        try:
+        await self.table.refresh()
+        with suppress(Unavailable):
             return attempt(tried | self.pool.failing())
-        except Unavailable:
-            return attempt(tried)
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            with suppress(Unavailable):
+                return attempt(tried)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._looked.wait()
+            with suppress(Unavailable):
+                return attempt(tried | self.pool.failing())
+            with suppress(Unavailable):
+                return attempt(self.pool.failing())
+        return attempt(tried)
+
+    def _choose(self, request_id: str, num_tokens: int, matches: Mapping[str, int], excluded: frozenset[str]) -> Plan:
+        return choose(RouteRequest(request_id, num_tokens, self.ledger.in_flight, excluded), self.table.nodes, matches)
+
+    def _unlike(self, card: LayoutCard) -> frozenset[str]:
+        wanted = card.model_fingerprint, card.numerics_id
+        return frozenset(
+            n.instance_id for n in self.table.nodes if (n.card.model_fingerprint, n.card.numerics_id) != wanted
+        )

@@ -1,7 +1,8 @@
 """One gRPC session per decode node, carrying every request between the two.
 
 A session starts on demand, proves that the node is the instance that was meant, and lives until the stream breaks or
-the node is gone. Whatever happens, each request on it gets its ending: finished outputs, or exactly one error output.
+the node is gone. Whatever happens, each request on it gets its ending: finished outputs, or exactly one error output,
+`NodeLost` where it was the session that ended. Once a session has ended, nothing that its node still sends is heard.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, Self
 
 import grpc
 
-from kvferry.common.errors import KvferryError, Unavailable
+from kvferry.common.errors import KvferryError, NodeLost
 from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
-from kvferry.services.rpc.aio import open_channel
+from kvferry.services.rpc.aio import Dial, open_channel
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 from kvferry.services.rpc.errors import from_rpc_error
 
@@ -76,7 +77,12 @@ class Submission:
         self.request = request
         self._session = session
         self._mailbox = mailbox
-        self._open = set(range(request.n))
+        self._open = {choice.index for choice in request.resumed} or set(range(request.n))
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether the node may have seen it."""
+        return self._session.was_connected
 
     def deliver(self, output: RequestOutput) -> bool:
         """Passes an output on, unless its choice has ended. True when that was the last one."""
@@ -102,10 +108,11 @@ class Submission:
 class Session:
     """The stream to one instance of one decode node."""
 
-    def __init__(self, node: NodeRecord, timeout_s: float) -> None:
+    def __init__(self, node: NodeRecord, timeout_s: float, dial: Dial) -> None:
         self.node = node
+        self._dial = dial
         self.started_at = time.time()
-        self.is_connected = False
+        self.is_connected = self.was_connected = False
         self._timeout_s = timeout_s
         self._submissions: dict[str, Submission] = {}
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -142,18 +149,17 @@ class Session:
     async def run(self) -> KvferryError:
         """Carries requests until the stream ends or this is cancelled; returns why. Ends every request on it."""
         who = f"decode node {self.node.node_id}"
-        error: KvferryError = Unavailable(f"{who}: the gateway closed the session")
+        error: KvferryError = NodeLost(f"{who}: the gateway closed the session")
         try:
-            async with open_channel(self.node.address) as channel:
+            async with self._dial(self.node.address) as channel:
                 error = await self._talk(pb_grpc.DecodeStub(channel).Session(), who)
         except grpc.RpcError as exc:
-            lost = from_rpc_error(exc, who)
-            error = lost if isinstance(lost, Unavailable) else Unavailable(lost.message)
+            error = NodeLost(from_rpc_error(exc, who).message)
         except TimeoutError:
-            error = Unavailable(f"{who}: no answer within {self._timeout_s:g} s")
+            error = NodeLost(f"{who}: no answer within {self._timeout_s:g} s")
         except Exception as exc:  # a message that makes no sense; must not take the other sessions with it
             log.exception("session with %s broke", self.node.node_id)
-            error = Unavailable(f"{who}: session broke: {exc}")
+            error = NodeLost(f"{who}: session broke: {exc}")
         finally:
             self._end(error)
         return error
@@ -162,10 +168,10 @@ class Session:
         async with asyncio.timeout(self._timeout_s):
             first = await call.read()
         if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
-            return Unavailable(f"{who}: ended the session before it began")
+            return NodeLost(f"{who}: ended the session before it began")
         if first.welcome.instance_id != self.node.instance_id:
-            return Unavailable(f"{who}: is another instance now ({first.welcome.instance_id})")
-        self.is_connected = True
+            return NodeLost(f"{who}: is another instance now ({first.welcome.instance_id})")
+        self.is_connected = self.was_connected = True
         log.info("session with %s (%s) open", self.node.node_id, self.node.instance_id)
         reader, writer = asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))
         try:
@@ -177,7 +183,7 @@ class Session:
             for task in (reader, writer):
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
-        return Unavailable(f"{who}: ended the session")
+        return NodeLost(f"{who}: ended the session")
 
     async def _read(self, call: Any) -> None:
         while (reply := await call.read()) is not grpc.aio.EOF:
@@ -207,8 +213,11 @@ class Session:
 class SessionPool:
     """All sessions of this gateway. An async context manager: leaving it closes them."""
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timeout_s: float, clock: Callable[[], float] = time.monotonic, dial: Dial = open_channel
+    ) -> None:
         self.sessions: dict[str, Session] = {}
+        self.dial = dial
         self._timeout_s = timeout_s
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -230,7 +239,7 @@ class SessionPool:
         """Never fails: a node that cannot be reached is an error output in the mailbox."""
         session = self.sessions.get(node.instance_id)
         if session is None or session.has_ended:
-            session = self.sessions[node.instance_id] = Session(node, self._timeout_s)
+            session = self.sessions[node.instance_id] = Session(node, self._timeout_s, self.dial)
             self._tasks[node.instance_id] = self._group.create_task(self._keep(session))
         return session.submit(request, mailbox)
 
@@ -249,6 +258,13 @@ class SessionPool:
         now = self._clock()
         self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < FAILURE_PAUSE_S}
         return frozenset(self._failed_at)
+
+    def give_up(self, stalled: Iterable[str]) -> None:
+        """Ends sessions with nodes that live and get nothing done: their requests are lost there, and go on elsewhere."""
+        for instance_id in self.sessions.keys() & set(stalled):
+            if self.sessions[instance_id].num_requests:
+                self._failed_at[instance_id] = self._clock()
+                self._tasks[instance_id].cancel()
 
     def forget_all_but(self, live: Iterable[str]) -> None:
         """Closes sessions with nodes that are gone, once nothing runs on them."""

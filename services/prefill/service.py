@@ -1,7 +1,8 @@
 """The prefill service: computes prompts, offers their blocks under a lease while it goes on computing. Never samples.
 
 A prompt enters as a compute-only sequence and leaves block by block: each completed run of blocks is pinned under the
-lease of its reader and reported. The end of the stream, however it comes, ends the lease and the computing.
+lease of its reader and reported. Leading blocks that it lacks and a peer holds are pulled first, into blocks that are
+reserved for the whole prompt already. The end of the stream, however it comes, ends all of it.
 """
 
 from __future__ import annotations
@@ -10,86 +11,60 @@ import asyncio
 import itertools
 import logging
 import time
-from typing import Any
-
-import grpc
+from collections.abc import Callable
 
 from kvferry.common.config import Config
-from kvferry.common.errors import BadRequest, Draining, KvferryError, LeaseExpired, TransferFailed
+from kvferry.common.errors import BadRequest, TransferFailed
 from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
+from kvferry.common.requests import Holder
 from kvferry.proto import kvferry_pb2 as pb
-from kvferry.proto import kvferry_pb2_grpc as pb_grpc
-from kvferry.services.engine.outputs import BlocksOutput, FailedOutput, StepReport
+from kvferry.services.engine.outputs import AdmittedOutput, BlocksOutput, FailedOutput, StepReport
 from kvferry.services.engine.sequence import Sequence
+from kvferry.services.node.cached_pull import promising, pull_cached
 from kvferry.services.node.context import LoadedNode, NodeContext
+from kvferry.services.node.owner import BlockOwner, OwnerRun, Stream
+from kvferry.services.node.reader import Wanted
 from kvferry.services.node.runtime import run_node
-from kvferry.services.rpc.convert import card_from_pb
-from kvferry.services.rpc.errors import detail_to_pb
+from kvferry.services.rpc.convert import holders_from_pb
 from kvferry.services.transfer.protocol import OwnerSide, OwnerState
 
 log = logging.getLogger("kvferry.prefill")
-
-Stream = grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillReply]
-Event = pb.PrefillRequest | BlocksOutput | FailedOutput | KvferryError | None
-"""What happens to a run: a message of the reader, progress of the engine, an error, or None: the reader is gone."""
 
 
 def main(config: Config) -> int:
     return run_node(config, Role.PREFILL, PrefillService)
 
 
-class PrefillService(pb_grpc.PrefillServicer):
+class PrefillService(BlockOwner):
     service_name = "Prefill"
 
     def __init__(self, context: NodeContext) -> None:
-        self._node = context
-        self._runs: dict[str, _Run] = {}
-        self._by_lease: dict[str, _Run] = {}
+        super().__init__(context)
+        self._by_key: dict[str, _PromptRun] = {}
+        self._pulls: set[asyncio.Task[None]] = set()
         self._serial = itertools.count()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        pb_grpc.add_PrefillServicer_to_server(self, server)
 
     @property
     def num_active(self) -> int:
-        return len(self._runs)
+        return super().num_active + len(self._pulls)
 
     def on_report(self, report: StepReport) -> None:
+        for admitted in report.admitted:
+            if (run := self._by_key.get(admitted.key)) is not None:
+                task = run.start_pull(admitted)
+                self._pulls.add(task)
+                task.add_done_callback(self._pulls.discard)
         outputs: list[BlocksOutput | FailedOutput] = [*report.blocks, *report.failed]
         for output in outputs:
-            if (run := self._runs.get(output.key)) is not None:
+            if (run := self._by_key.get(output.key)) is not None:
                 run.events.put_nowait(output)
 
-    def on_lease_expired(self, lease_id: str) -> None:
-        if (run := self._by_lease.get(lease_id)) is not None:
-            run.events.put_nowait(LeaseExpired(f"the lease of {run.seq.key} expired: its reader did not renew it"))
-
     async def aclose(self) -> None:
-        for run in self._runs.values():
-            run.events.put_nowait(Draining(f"{self._node.node_id} has shut down"))
+        await super().aclose()
+        await asyncio.gather(*self._pulls, return_exceptions=True)
 
-    async def Run(self, _requests: Any, context: Stream) -> None:  # noqa: N802
-        try:
-            request = await context.read()
-            if not isinstance(request, pb.PrefillRequest) or not request.HasField("start"):
-                raise TransferFailed("the first message of Prefill.Run must be `start`")
-            run = self._open(self._node.require_open(), request.start)
-        except KvferryError as exc:
-            await context.write(pb.PrefillReply(error=detail_to_pb(exc)))
-            return
-        reader = asyncio.create_task(_pump(context, run.events))
-        try:
-            await run.serve(context)
-        except KvferryError as exc:
-            await context.write(pb.PrefillReply(error=detail_to_pb(exc)))
-        finally:
-            del self._runs[run.seq.key], self._by_lease[run.side.lease_id]
-            run.end()
-            reader.cancel()
-
-    def _open(self, loaded: LoadedNode, start: pb.PrefillStart) -> _Run:
-        loaded.card.check_compatible(card_from_pb(start.card), "the decode node")
+    def _open_prompt(self, loaded: LoadedNode, start: pb.PrefillStart) -> OwnerRun:
         size = loaded.card.block_size
         num_blocks = (len(start.prompt_token_ids) - 1) // size
         if num_blocks <= start.first_block:
@@ -109,85 +84,102 @@ class PrefillService(pb_grpc.PrefillServicer):
             sampling=None,
             priority=start.priority if self._node.config.engine.scheduling_policy == "priority" else 0,
         )
+        cached = loaded.engine.num_cached_tokens(seq) // size
+        holders = promising(self._node, holders_from_pb(start.holders), cached, num_blocks)
+        seq.receive = bool(holders)
         loaded.engine.submit(seq)
-        run = _Run(loaded, self._node, seq, OwnerSide(loaded.leases, start.request_id, start.first_block))
-        self._runs[seq.key] = self._by_lease[run.side.lease_id] = run
+        side = OwnerSide(loaded.leases, start.request_id, start.first_block)
+        run = self._by_key[seq.key] = _PromptRun(self._node, seq, side, start, holders, self._by_key.pop)
         return run
 
 
-class _Run:
+class _PromptRun(OwnerRun):
     """One prompt being computed for one reader."""
 
-    def __init__(self, loaded: LoadedNode, node: NodeContext, seq: Sequence, side: OwnerSide) -> None:
-        self.seq = seq
-        self.side = side
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self._loaded = loaded
-        self._node = node
-        self._num_replies = 0
+    def __init__(
+        self,
+        node: NodeContext,
+        seq: Sequence,
+        side: OwnerSide,
+        start: pb.PrefillStart,
+        holders: list[Holder],
+        forget: Callable[[str], object],
+    ) -> None:
+        super().__init__(node, side, len(seq.token_ids) // seq.block_size)
+        self._loaded = node.require_loaded()
+        self._seq = seq
+        self._start = start
+        self._holders = holders
+        self._forget = forget
+        self._pulling: asyncio.Task[None] | None = None
+        self._has_ended = False
+        self._span = node.tracing.start("prefill", start.traceparent, node=node.node_id, tokens=len(seq.token_ids))
+        self._chunk_began_s = 0.0
 
-    async def serve(self, context: Stream) -> None:
-        """Returns when the reader has released the lease or is gone; raises what ends the run otherwise."""
-        accepted = pb.PrefillAccepted(
-            lease_id=self.side.lease_id,
-            instance_id=self._node.instance_id,
-            num_blocks=len(self.seq.token_ids) // self.seq.block_size,
-        )
-        await self._write(context, pb.PrefillReply(accepted=accepted))
-        while (event := await self.events.get()) is not None:
-            if isinstance(event, KvferryError):
-                raise event
-            if isinstance(event, FailedOutput):
-                raise event.error
-            if isinstance(event, BlocksOutput):
-                await self._offer(context, event)
-            elif event.HasField("renew"):
-                self.side.renew()
-                renewed = pb.LeaseRenewed(num_replies=self._num_replies)
-                await self._write(context, pb.PrefillReply(renewed=renewed))
-            elif event.HasField("release"):
-                released = pb.LeaseReleased(valid=self.side.release())
-                await self._write(context, pb.PrefillReply(released=released))
-                return
+    def start_pull(self, admitted: AdmittedOutput) -> asyncio.Task[None]:
+        self._pulling = task = asyncio.create_task(self._pull(admitted))
+        task.add_done_callback(self._pull_ended)
+        return task
 
     def end(self) -> None:
-        """Gives everything back, at whatever stage. The engine frees blocks of a running step right after it."""
+        """Gives everything back: blocks of a running step right after it, those of a pull once nothing writes there."""
         done = self.side.state in (OwnerState.COMPUTED, OwnerState.RELEASED)
-        self.side.end()
-        self._loaded.engine.close(self.seq.key)
+        super().end()
+        self._has_ended = True
+        self._forget(self._seq.key)
+        if self._pulling is not None:
+            self._pulling.cancel()
+        else:
+            self._loaded.engine.close(self._seq.key)
         self._loaded.metrics.requests.labels("stop" if done else "abort").inc()
+        self._span.end()
 
-    async def _offer(self, context: Stream, blocks: BlocksOutput) -> None:
-        if (offer := self.side.filled(blocks.block_ids, complete=blocks.complete)) is not None:
-            filled = pb.BlocksFilled(first=offer.first, block_ids=offer.block_ids)
-            await self._write(context, pb.PrefillReply(filled=filled))
-        if blocks.complete:
-            self._loaded.engine.close(self.seq.key)
-            await self._write(context, pb.PrefillReply(computed=self._computed(blocks)))
+    async def _pull(self, admitted: AdmittedOutput) -> None:
+        wanted = Wanted(
+            request_id=self._start.request_id,
+            prompt_token_ids=tuple(self._seq.token_ids),
+            cache_salt=self._start.cache_salt,
+            priority=self._start.priority,
+            first_block=admitted.first_block,
+            block_ids=admitted.block_ids,
+            span=self._span,
+        )
+        num_blocks = admitted.first_block
+        try:
+            num_blocks += sum(got.num_blocks for got in await pull_cached(self._node, wanted, self._holders))
+        except Exception:
+            log.exception("pulling for %s failed, computing it all", self._start.request_id)
+        self._loaded.engine.receive_ended(admitted.key, num_blocks)
 
-    async def _write(self, context: Stream, reply: pb.PrefillReply) -> None:
-        point = "transfer.lease.released" if reply.HasField("released") else "rpc.prefill.reply"
-        self._num_replies += 1
-        for _ in range(await self._node.fail_points.copies(point)):
-            await context.write(reply)
+    def _pull_ended(self, _: asyncio.Task[None]) -> None:
+        """Also for a task that was cancelled before it began."""
+        self._pulling = None
+        if self._has_ended:
+            self._loaded.engine.close(self._seq.key)
+
+    async def _on_output(self, context: Stream, output: BlocksOutput | FailedOutput) -> None:
+        if isinstance(output, FailedOutput):
+            raise output.error
+        self._trace(output)
+        if (offer := self.side.filled(output.block_ids, complete=output.complete)) is not None:
+            await self._write_offer(context, offer)
+        if output.complete:
+            self._loaded.engine.close(self._seq.key)
+            await self._write(context, pb.PrefillReply(computed=self._computed(output)))
+
+    def _trace(self, blocks: BlocksOutput) -> None:
+        if not self._chunk_began_s:
+            self._span.phase("queue", blocks.arrival_s, blocks.admitted_s)
+            self._chunk_began_s = blocks.admitted_s
+        self._span.phase("chunk", self._chunk_began_s, blocks.computed_s, blocks=len(blocks.block_ids))
+        self._chunk_began_s = blocks.computed_s
 
     def _computed(self, blocks: BlocksOutput) -> pb.PrefillComputed:
-        computed = len(self.seq.token_ids) - blocks.cached_tokens
-        sources = self._loaded.metrics.prompt_tokens
-        sources.labels("local_compute").inc(computed)
-        sources.labels("local_cache_hit").inc(blocks.cached_tokens)
+        computed = len(self._seq.token_ids) - blocks.cached_tokens - blocks.received_tokens
+        self._loaded.metrics.note_prompt(computed, blocks.cached_tokens, blocks.received_tokens)
         return pb.PrefillComputed(
             cached_tokens=blocks.cached_tokens,
             computed_tokens=computed,
             queue_s=blocks.admitted_s - blocks.arrival_s,
             prefill_s=time.monotonic() - blocks.admitted_s,
         )
-
-
-async def _pump(context: Stream, events: asyncio.Queue[Event]) -> None:
-    """Turns the reader's messages into events; the last one is None."""
-    try:
-        while isinstance(request := await context.read(), pb.PrefillRequest):
-            events.put_nowait(request)
-    finally:
-        events.put_nowait(None)

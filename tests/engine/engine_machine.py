@@ -43,6 +43,7 @@ class Expected:
     ended: bool = False
     offered: tuple[int, ...] = ()
     index: int = 0
+    entered: list[int] = field(default_factory=list)  # what a receive is to bring
     beam: tuple[int, ...] = ()
 
 
@@ -73,15 +74,29 @@ class EngineMachine(RuleBasedStateMachine):
     def _prompt(self, prefix: int, shared: int, own: int) -> list[int]:
         return PREFIXES[prefix][:shared] + [random.Random(own).randrange(50) for _ in range(own)] or [1]
 
-    def _submit(self, prompt: list[int], params: SamplingParams | None, receive: bool = False, n: int = 1) -> None:
+    def _submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None,
+        receive: bool = False,
+        n: int = 1,
+        num_had: tuple[int, ...] = (0, 0, 0, 0),
+    ) -> None:
+        """`num_had`: for each choice, tokens that another engine has produced."""
         self.serial += 1
         keys = [f"s{self.serial}.{index}" for index in range(n)]
-        self.expected |= {key: Expected(prompt, params, index=index) for index, key in enumerate(keys)}
+        had = [generate(prompt, num, (params.seed if params else 0) + 100 * i) for i, num in enumerate(num_had)]
+        self.expected |= {key: Expected(prompt, params, list(had[i]), index=i) for i, key in enumerate(keys)}
         seq = make_sequence(keys[0], prompt, params, receive)
+        if n == 1:
+            seq.token_ids += had[0]
+        else:
+            seq.resumed_token_ids = tuple(had[0])
+        self.expected[keys[0]].entered = list(seq.token_ids)
         if self.engine.scheduler.limits.policy == "priority":
             seq.priority = self.serial * 7 % 5 - 2
         for index, key in enumerate(keys[1:], 1):
-            seq.add_branch(key, index)
+            seq.add_branch(key, index, tuple(had[index]))
         try:
             self.engine.submit(seq)
         except (PromptExceedsPool, Overloaded):
@@ -153,6 +168,17 @@ class EngineMachine(RuleBasedStateMachine):
     def submit_receiving(self, prefix: int, shared: int, own: int, n: int) -> None:
         self._submit(self._prompt(prefix, shared, own), SamplingParams(max_tokens=4), receive=True, n=n)
 
+    @rule(
+        prefix=st.integers(0, 2),
+        shared=st.integers(1, 30),
+        n=_BRANCHES,
+        num_had=st.tuples(*[st.integers(0, 13)] * 4),
+        receive=st.booleans(),
+    )
+    def submit_resumed(self, prefix: int, shared: int, n: int, num_had: tuple[int, ...], receive: bool) -> None:
+        prompt = self._prompt(prefix, shared, 3)
+        self._submit(prompt, SamplingParams(max_tokens=14), receive, n, num_had)
+
     @rule(prefix=st.integers(0, 2), blocks=st.integers(1, 7))
     def submit_compute_only(self, prefix: int, blocks: int) -> None:
         self._submit(PREFIXES[prefix][: blocks * BLOCK], None)
@@ -176,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.runner.spoil(admitted.block_ids)
             self.engine.receive_ended(key, 0)
         else:
-            self.runner.fill(admitted.block_ids, self.expected[key].prompt, admitted.first_block)
+            self.runner.fill(admitted.block_ids, self.expected[key].entered, admitted.first_block)
             self.engine.receive_ended(key, admitted.first_block + len(admitted.block_ids))
 
     @rule(data=st.data())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from kvferry.common.errors import KvferryError
+from kvferry.common.errors import Internal, KvferryError
 from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
 from kvferry.proto import kvferry_pb2 as pb
@@ -35,7 +35,10 @@ _instances = itertools.count()
 
 @dataclass
 class Behaviour:
-    """What the node does with a submission. `tokens` says what it answers; the rest is how."""
+    """What the node does with a submission. `tokens` says what it answers, all of it; the rest is how.
+
+    Of a resumed choice only what follows its tokens is sent, and those must be what this node would have sent.
+    """
 
     tokens: Callable[[GenerateRequest, int], Sequence[int]] = lambda request, index: list(
         itertools.islice(itertools.cycle(request.prompt_token_ids), request.sampling.max_tokens)
@@ -47,6 +50,7 @@ class Behaviour:
     error_after: int | None = None  # tokens of each choice before `error`
     hang_after: int | None = None  # tokens of each choice before silence
     drop_after: int | None = None  # tokens of each choice before the session breaks
+    num_bad_attempts: int = 1000  # of each request; later ones meet no error, silence or break
     cached_tokens: int = 0
     ignore_cancel: bool = False
     ghosts: Callable[[GenerateRequest], Sequence[RequestOutput]] = lambda request: ()  # sent before the first output
@@ -73,6 +77,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
         self.welcome_id = self.instance_id
         self.state = NodeState.READY
         self.load = NodeLoad()
+        self.card = CARD
         self.submitted: list[GenerateRequest] = []
         self.cancelled: list[tuple[str, int, tuple[int, ...]]] = []
         self.num_sessions = 0
@@ -103,7 +108,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
             role=self.role,
             address=self.address,
             model=self.model,
-            card=CARD,
+            card=self.card,
             max_model_len=self.max_model_len,
             state=self.state,
             load=self.load,
@@ -169,12 +174,20 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
     async def _answer(self, request: GenerateRequest, replies: asyncio.Queue[pb.SessionReply | None]) -> None:
         does = self.behaviour
         self._send(replies, does.ghosts(request))
+        if request.attempt >= does.num_bad_attempts:
+            does = replace(does, error=None, hang_after=None, drop_after=None)
         if does.error is not None and does.error_after is None:
             self._send(replies, [_error(request, does.error)])
             return
-        answers = [self._tokens(request, index) for index in range(request.n)]
+        had = {choice.index: choice.token_ids for choice in request.resumed} or dict.fromkeys(range(request.n), ())
+        answers = {index: self._tokens(request, index) for index in had}
+        for index, tokens in answers.items():
+            if tuple(tokens[: len(had[index])]) != had[index]:
+                self._send(replies, [_error(request, Internal(f"choice {index} had {had[index]}, not of {tokens}"))])
+                return
+            del tokens[: len(had[index])]
         first, at = True, 0
-        while any(at < len(tokens) for tokens in answers):
+        while any(at < len(tokens) for tokens in answers.values()):
             await asyncio.sleep(does.step_s)
             if does.error_after is not None and at >= does.error_after and does.error is not None:
                 self._send(replies, [_error(request, does.error)])
@@ -194,15 +207,16 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
         return tokens
 
     def _step(
-        self, request: GenerateRequest, answers: Sequence[Sequence[int]], at: int, first: bool
+        self, request: GenerateRequest, answers: Mapping[int, Sequence[int]], at: int, first: bool
     ) -> list[RequestOutput]:
         outputs = []
-        for index, tokens in enumerate(answers):
+        had = {choice.index: len(choice.token_ids) for choice in request.resumed}
+        for index, tokens in answers.items():
             piece = tuple(tokens[at : at + self.behaviour.tokens_per_step])
             if not piece or (request.request_id, index) in self._dead_choices:
                 continue
             is_last = at + len(piece) >= len(tokens)
-            stopped = is_last and len(tokens) < request.sampling.max_tokens
+            stopped = is_last and had.get(index, 0) + len(tokens) < request.sampling.max_tokens
             stopped |= is_last and piece[-1] == self.behaviour.stop_token_id
             outputs.append(
                 RequestOutput(
@@ -214,6 +228,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
                     finish_reason=(FinishReason.STOP if stopped else FinishReason.LENGTH) if is_last else None,
                     stop_token_id=piece[-1] if stopped and piece[-1] == self.behaviour.stop_token_id else None,
                     cached_tokens=self.behaviour.cached_tokens if first else 0,
+                    prompt_logprobs=_prompt_logprobs(request) if first and index == min(answers) else (),
                 )
             )
         return outputs
@@ -230,6 +245,16 @@ def _logprobs(request: GenerateRequest, tokens: Sequence[int]) -> tuple[TokenLog
     if k is None:
         return ()
     return tuple(TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(k))) for token in tokens)
+
+
+def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprobs, ...]:
+    k = request.sampling.prompt_logprobs
+    if k is None:
+        return ()
+    return tuple(
+        TokenLogprobs(-0.25, tuple((token + step, -0.25 - step) for step in range(k)), rank=1)
+        for token in request.prompt_token_ids[1:]
+    )
 
 
 def _error(request: GenerateRequest, error: KvferryError) -> RequestOutput:

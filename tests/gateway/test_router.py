@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.common.errors import Draining, Unavailable
 from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
+from kvferry.common.requests import Holder
 from kvferry.services.gateway.router import InFlight, Plan, RouteRequest, choose
 from tests.gateway.fake_decode import CARD
 
@@ -189,6 +190,22 @@ def test_a_prefill_node_with_another_layout_is_not_offered() -> None:
     same = replace(node("q", Role.PREFILL), card=replace(CARD, version="newer"))
     plan = choose(RouteRequest("r", 1000), [node("d", Role.DECODE), other, same], {})
     assert [c.instance_id for c in plan.prefill] == ["i-q"]
+
+
+def test_holders_of_any_role_are_named_those_with_most_blocks_first() -> None:
+    nodes = [
+        node("d", Role.DECODE),
+        node("e", Role.DECODE, num_running=50, step_ms=50.0),
+        node("p", Role.PREFILL),
+        node("b", num_running=50, step_ms=50.0),
+        replace(node("strange", Role.PREFILL), card=replace(CARD, block_size=32)),
+        node("leaving", state=NodeState.DRAINING),
+    ]
+    matches = {"i-d": 2, "i-e": 7, "i-p": 3, "i-b": 5, "i-strange": 9, "i-leaving": 9}
+    plan = choose(RouteRequest("r", 1000), nodes, matches)
+    assert plan.decode.node_id == "d"
+    assert plan.holders == (Holder("i-e", "e:1", 7), Holder("i-b", "b:1", 5), Holder("i-p", "p:1", 3))
+    assert plan.reasons()["holders"][0] == {"instance_id": "i-e", "address": "e:1", "num_blocks": 7}
 
 
 def test_nobody_there_is_unavailable_and_everyone_leaving_is_draining() -> None:
