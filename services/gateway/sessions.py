@@ -260,7 +260,7 @@ class SessionPool:
         return frozenset(self._failed_at)
 
     def give_up(self, stalled: Iterable[str]) -> None:
-        """Ends sessions with nodes that live and get nothing done: their requests are lost there, and go on elsewhere."""
+        """Ends sessions with nodes that live and get nothing done: their requests go on elsewhere."""
         for instance_id in self.sessions.keys() & set(stalled):
             if self.sessions[instance_id].num_requests:
                 self._failed_at[instance_id] = self._clock()

@@ -1,7 +1,7 @@
 """A cluster under seeded random faults: every answer is the fault-free one, and afterwards nothing is owned by anybody.
 
-What goes wrong is said by the fail points of `common/fail_points.py`; the prefill node is also killed, and restarted
-behind its address. `KVFERRY_CHAOS_SEED` picks another run.
+What goes wrong is said by the fail points of `common/fail_points.py`; a prefill and a decode node are also killed, and
+restarted behind their addresses. `KVFERRY_CHAOS_SEED` picks another run.
 """
 
 from __future__ import annotations
@@ -47,18 +47,21 @@ class Summary:
     num_abandoned: int = 0
     num_wrong: int = 0
     num_errors: int = 0
-    num_restarts: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)
+    num_resumed: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     num_corrupt_blocks_caught: int = 0
     num_received: int = 0
     seconds: float = 0.0
 
     def __str__(self) -> str:
+        killed = " and ".join(f"a {role} node {count} times" for role, count in sorted(self.restarts.items()))
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.faults.items()))
         return (
             f"{self.num_requests} requests ({self.num_abandoned} abandoned) in {self.seconds:.0f} s, wrong answers = "
             f"{self.num_wrong}, errors = {self.num_errors}; blocks received {self.num_received}, hand-overs ended by a "
-            f"corrupt block {self.num_corrupt_blocks_caught}; prefill node killed {self.num_restarts} times; "
+            f"corrupt block {self.num_corrupt_blocks_caught}; killed: {killed or 'nobody'}; "
+            f"requests that went on elsewhere {self.num_resumed}; "
             f"{self.faults.total()} faults: {kinds}"
         )
 
@@ -102,25 +105,25 @@ async def ask_all(url: str, bodies: Sequence[dict[str, Any]], leave_after_s: dic
 
 
 class Chaos:
-    def __init__(self, nodes: Cluster, transports: str, rules: str, kill_at: int) -> None:
+    """One prefill and two decode nodes. `kill` says at which passage of a fail point the first node of a role dies."""
+
+    def __init__(self, nodes: Cluster, transports: str, rules: str, kill: dict[str, str]) -> None:
         self.nodes, self.summary = nodes, Summary()
         self._flags = ("--transports", transports, *FAST, "--fail-points-seed", str(SEED))
         self._rules = rules
-        self.prefill = self._start_prefill(f",rpc.prefill.reply=kill@{kill_at}" if kill_at else "")
-        self.decode: Node = nodes.start_node(
-            "decode", "--local-prefill-max-tokens", "16", *self._flags, "--fail-points", rules, wait=False
-        )
-        nodes.wait_node(self.decode)
-        nodes.wait_node(self.prefill)
+        self.members = [self._start(role, kill.get(role, "")) for role in ("prefill", "decode")]
+        self.members.append(self._start("decode", ""))
+        for node in self.members:
+            nodes.wait_node(node)
         gateway_rules = (
             ",".join(rule for rule in rules.split(",") if rule.startswith("index")) or "index.lookup=delay@1:1"
         )
         self.gateway: Gateway = nodes.start_gateway("--fail-points", gateway_rules, "--fail-points-seed", str(SEED))
 
-    def _start_prefill(self, more: str, port: int | None = None) -> Node:
-        return self.nodes.start_node(
-            "prefill", *self._flags, "--fail-points", self._rules + more, wait=False, port=port
-        )
+    def _start(self, role: str, more: str, port: int | None = None) -> Node:
+        flags = ("--local-prefill-max-tokens", "16") if role == "decode" else ()
+        points = f"{self._rules},{more}" if more else self._rules
+        return self.nodes.start_node(role, *flags, *self._flags, "--fail-points", points, wait=False, port=port)
 
     async def run(self, bodies: list[dict[str, Any]], want: list[Any]) -> None:
         rng, started = random.Random(SEED), time.monotonic()
@@ -139,35 +142,40 @@ class Chaos:
     async def _restart_what_dies(self) -> None:
         while True:
             await asyncio.sleep(0.2)
-            assert self.prefill.popen is not None
-            if self.prefill.popen.poll() is not None:
-                self.summary.num_restarts += 1
-                self.nodes.processes.remove(self.prefill)
-                self.prefill = self._start_prefill("", self.prefill.port)
+            for number, node in enumerate(self.members):
+                assert node.popen is not None
+                if node.popen.poll() is not None:
+                    self.summary.restarts[node.name] += 1
+                    self.nodes.processes.remove(node)
+                    self.members[number] = self._start(node.name, "", node.port)
 
     def settle(self) -> int:
         """Blocks and leases that are still owned when everything has had time to end."""
-        self.nodes.wait_node(self.prefill)
+        for node in self.members:
+            self.nodes.wait_node(node)
         deadline, leaks = time.monotonic() + SETTLE_S, 1
         while leaks and time.monotonic() < deadline:
             time.sleep(0.1)
             leaks = 0
-            for node in (self.prefill, self.decode):
+            for node in self.members:
                 load = node.record().load
                 leaks += load.num_blocks - load.accounts.available + load.num_leases
                 leaks += abs(load.accounts.total - load.num_blocks) + load.num_running + load.num_waiting
         return leaks
 
     def count_faults(self) -> None:
-        for process in (self.prefill, self.decode, self.gateway):
+        for process in (*self.members, self.gateway):
             for point in POINTS:
                 for action in POINTS[point]:
                     labels = {"point": point, "action": action.value}
                     if hits := process.metric("kvferry:fail_point_hits_total", **labels):
                         self.summary.faults[f"{point} {action.value}"] += int(hits)
-        self.summary.num_received = int(self.decode.metric("kvferry:transfer_blocks_total"))
-        caught = self.decode.metric("kvferry:transfer_failures_total", cause="block_corrupt")
-        self.summary.num_corrupt_blocks_caught = int(caught)
+        for node in self.members:
+            self.summary.num_received += int(node.metric("kvferry:transfer_blocks_total"))
+            caught = node.metric("kvferry:transfer_failures_total", cause="block_corrupt")
+            self.summary.num_corrupt_blocks_caught += int(caught)
+        for name in ("request_resumes", "request_retries"):
+            self.summary.num_resumed += int(self.gateway.metric(f"kvferry:{name}_total"))
 
 
 @pytest.fixture(scope="module")
@@ -186,22 +194,25 @@ def want(
 
 
 @contextlib.contextmanager
-def chaos(folder: Path, model: Path, transports: str, rules: str, kill_at: int = 0) -> Iterator[Chaos]:
+def chaos(folder: Path, model: Path, transports: str, rules: str, kill: dict[str, str]) -> Iterator[Chaos]:
     with cluster(folder, str(model)) as nodes:
-        yield Chaos(nodes, transports, rules, kill_at)
+        yield Chaos(nodes, transports, rules, kill)
 
 
-@pytest.mark.parametrize(("transports", "kill_at"), [("grpc", 0), ("shm,grpc", 60)])
+KILL = {"prefill": "rpc.prefill.reply=kill@60", "decode": "rpc.decode.outputs=kill@40"}
+
+
+@pytest.mark.parametrize(("transports", "kill"), [("grpc", {}), ("shm,grpc", KILL)], ids=["grpc", "shm,grpc,kill"])
 def test_no_fault_changes_an_answer_or_leaks_a_block(
     tiny_model: Path,
     tmp_path: Path,
     bodies: list[dict[str, Any]],
     want: list[Any],
     transports: str,
-    kill_at: int,
+    kill: dict[str, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with chaos(tmp_path, tiny_model, transports, RULES, kill_at) as run:
+    with chaos(tmp_path, tiny_model, transports, RULES, kill) as run:
         asyncio.run(run.run(bodies, want))
         leaks = run.settle()
         run.count_faults()
@@ -214,14 +225,15 @@ def test_no_fault_changes_an_answer_or_leaks_a_block(
         assert run.summary.faults.total() >= NUM_REQUESTS // 4  # those of a killed process are lost with it
         if transports == "grpc":
             assert run.summary.num_corrupt_blocks_caught > 0
-        if kill_at:
-            assert run.summary.num_restarts == 1
+        assert run.summary.restarts == dict.fromkeys(kill, 1)
+        if kill:
+            assert run.summary.num_resumed > 0, "the decode node had nothing to lose when it died"
 
 
 def test_the_chaos_run_would_see_a_wrong_block(
     tiny_model: Path, tmp_path: Path, bodies: list[dict[str, Any]], want: list[Any]
 ) -> None:
     """Shared memory has no checksums: bytes spoilt there reach the model, and the comparison must tell."""
-    with chaos(tmp_path, tiny_model, "shm", "transfer.shm.copy=corrupt:1") as run:
+    with chaos(tmp_path, tiny_model, "shm", "transfer.shm.copy=corrupt:1", {}) as run:
         asyncio.run(run.run(bodies, want))
         assert run.summary.num_wrong > 0
