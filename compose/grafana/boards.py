@@ -193,6 +193,12 @@ TRANSFER = {
             "Bps",
             {f"{rate('transfer_bytes_total', BY)} / {rate('transfer_seconds_sum', BY)}": "{{transport}}"},
         ),
+        Chart(
+            "Pulls: in all, and not hidden behind computing",
+            "s",
+            {rate("transfer_seconds_sum"): "pulling", rate("transfer_exposed_seconds_total"): "not hidden"},
+            "Seconds per second. The second includes asking whether the lease held.",
+        ),
         Chart("Wait for blocks after the last chunk (mean)", "s", {mean("request_transfer_time_seconds"): "transfer"}),
         Chart("Cancel to free", "s", quantiles("cancel_to_free_seconds")),
     ),

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 
 from kvferry.common.errors import BadRequest, KvferryError
+from kvferry.common.nodes import Role
 from kvferry.common.requests import Holder
 from kvferry.services.decode.request import Request
 from kvferry.services.engine.sequence import Sequence
@@ -26,6 +27,8 @@ UNMEASURED_LOCAL_PREFILL_TOKENS = 64
 def plan_receive(node: NodeContext, request: Request, seq: Sequence) -> None:
     """Says in `seq.receive` whether blocks shall come from others, before it is submitted."""
     spec = request.spec
+    if not spec.prefill:
+        _note_if_alone(node, seq)
     if not (spec.prefill or spec.holders):
         return
     cached = node.require_loaded().engine.num_cached_tokens(seq)
@@ -33,6 +36,12 @@ def plan_receive(node: NodeContext, request: Request, seq: Sequence) -> None:
     request.holders = promising(node, spec.holders, num_held, num_wanted)
     is_long = bool(spec.prefill) and seq.num_tokens - cached > local_prefill_limit(node)
     seq.receive = num_held < num_wanted and (is_long or bool(request.holders))
+
+
+def _note_if_alone(node: NodeContext, seq: Sequence) -> None:
+    """Counts a prompt that a prefill node would have been asked for, had there been one."""
+    if node.role is Role.DECODE and seq.num_tokens > local_prefill_limit(node):
+        node.require_loaded().metrics.local_fallbacks.labels("no_candidate").inc()
 
 
 def local_prefill_limit(node: NodeContext) -> int:
@@ -87,7 +96,7 @@ async def _from_prefill(node: NodeContext, request: Request, wanted: Wanted, num
             loaded.metrics.transfer_failures.labels(exc.code).inc()
             continue
         request.prefilled_by = candidate.instance_id
-        loaded.metrics.note_pulls(received.pulls)
+        loaded.metrics.note_pulls(received.pulls, received.transfer_s)
         return received
     loaded.metrics.local_fallbacks.labels("all_candidates_failed").inc()
     return None

@@ -22,6 +22,7 @@ from kvferry.common.nodes import NodeState
 from kvferry.common.tracing import open_tracing
 from kvferry.services.gateway import errors, server
 from kvferry.services.gateway.asgi import RequestIds
+from kvferry.services.gateway.cluster import ClusterView
 from kvferry.services.gateway.generation_config import GenerationConfig
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.metrics import GatewayMetrics
@@ -69,7 +70,8 @@ class Gateway:
         self.app.add_middleware(RequestIds)
         errors.install(self.app)
         intake = Intake(tokenizer, self.table, config.served_model, defaults)
-        Routes(config.gateway, config.served_model, intake, self.service).install(self.app)
+        self.view = ClusterView(self.service, config.served_model, kvferry.__version__)
+        Routes(config.gateway, config.served_model, intake, self.service, self.view).install(self.app)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -82,6 +84,7 @@ class Gateway:
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
+                await self.view.close()
                 await asyncio.to_thread(self.service.tracing.flush)
 
     async def _watch_nodes(self) -> None:
@@ -95,6 +98,7 @@ class Gateway:
     async def _look(self) -> None:
         await self.table.refresh()
         self.service.table_is_fresh()
+        self.view.note_nodes()
         self.pool.give_up(node.instance_id for node in self.table.nodes if node.state is NodeState.STALLED)
         self.metrics.index_up.set(self.table.index_ok)
         self.pool.forget_all_but(node.instance_id for node in self.table.nodes)

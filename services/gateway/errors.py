@@ -23,7 +23,7 @@ from kvferry.common.errors import BadRequest, Cancelled, Internal, KvferryError,
 log = logging.getLogger("kvferry.gateway")
 
 RETRY_AFTER_S = 1
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+QUIET_PATHS = frozenset({"/", "/cluster/live", "/health", "/ready", "/metrics"})
 """Polled by others all day: not logged, whatever the answer."""
 
 

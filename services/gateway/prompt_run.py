@@ -135,7 +135,7 @@ class PromptRun:
         if self._entry is not None:
             self._entry.close()
         patience_s = self._patience_s(error)
-        self._loss = self._loss or _Loss(time.monotonic(), self._node_id, error)
+        self._loss = self._loss or _Loss(time.monotonic(), self.node_id, error)
         self.attempt += 1
         self._again = asyncio.create_task(self._try_again(error, patience_s))
 
@@ -149,11 +149,12 @@ class PromptRun:
             self._again.cancel()
         return self._again
 
-    # ---- inside
-
     @property
-    def _node_id(self) -> str:
+    def node_id(self) -> str:
+        """The decode node of the current attempt, "" before there is one."""
         return self._plan.decode.node_id if self._plan is not None else ""
+
+    # ---- inside
 
     @property
     def _card(self) -> LayoutCard | None:
@@ -213,7 +214,7 @@ class PromptRun:
             "request_id": self.request_id,
             "attempt": self.attempt,
             "from_node": loss.node_id,
-            "to_node": self._node_id,
+            "to_node": self.node_id,
             "num_tokens": sum(map(len, self._tokens)),
             "reason": reason,
         }

@@ -16,7 +16,7 @@ import kvferry
 from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import Draining, KvferryError, Unavailable
 from kvferry.services.gateway.asgi import read_body
-from kvferry.services.gateway.cluster import cluster_state
+from kvferry.services.gateway.cluster import ClusterView
 from kvferry.services.gateway.intake import Intake, Job
 from kvferry.services.gateway.openai import (
     ChatRequest,
@@ -25,6 +25,7 @@ from kvferry.services.gateway.openai import (
     Generation,
     TokenizeRequest,
 )
+from kvferry.services.gateway.page import Page
 from kvferry.services.gateway.respond import RunResponse
 from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
 from kvferry.services.gateway.run import Run
@@ -45,11 +46,13 @@ class PlanNotFound(KvferryError):
 class Routes:
     """Handlers over one service. Errors leave as exceptions; `errors.install` shapes them."""
 
-    def __init__(self, config: GatewayConfig, model: str, intake: Intake, service: Service) -> None:
+    def __init__(self, config: GatewayConfig, model: str, intake: Intake, service: Service, view: ClusterView) -> None:
         self._config = config
         self._model = model
         self._intake = intake
         self._service = service
+        self._view = view
+        self._page = Page.load()
         self._created = int(time.time())
 
     def install(self, app: FastAPI) -> None:
@@ -65,6 +68,8 @@ class Routes:
             ("GET", "/version", self.version),
             ("GET", "/metrics", self.metrics),
             ("GET", "/cluster", self.cluster),
+            ("GET", "/cluster/live", self.cluster_live),
+            ("GET", "/", self.page),
             ("GET", "/debug/route/{request_id}", self.route),
         ):
             app.add_api_route(path, handler, methods=[method], response_model=None)
@@ -150,7 +155,14 @@ class Routes:
         return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def cluster(self, request: Request) -> Response:
-        return _json(await cluster_state(self._service, self._model, kvferry.__version__))
+        return _json(await self._view.state())
+
+    async def cluster_live(self, request: Request) -> Response:
+        """What the operations page and `kvferry top` show, once a second."""
+        return Response(await self._view.live(), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def page(self, request: Request) -> Response:
+        return self._page.response()
 
     async def route(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

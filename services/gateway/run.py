@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from kvferry.common.errors import DeadlineExceeded, Internal, KvferryError
-from kvferry.common.requests import FinishReason, RequestOutput
+from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes
 from kvferry.services.gateway.choice import Piece
 from kvferry.services.gateway.deadline import Deadline
 from kvferry.services.gateway.intake import Job
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.prompt_run import PromptRun
+from kvferry.services.gateway.recent import RecentRequest
 from kvferry.services.gateway.responses import Usage
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first token: when it came after the request, and what the node said of it."""
+
+    seconds: float = 0.0
+    times: RequestTimes = field(default_factory=RequestTimes)
+    prefilled_by: str = ""
 
 
 class Run:
@@ -41,7 +52,7 @@ class Run:
         self._first_index = {request_id: number * job.n for number, request_id in enumerate(self._prompts)}
         self._num_open = job.num_choices
         self._last_output_at = [0.0] * job.num_choices
-        self._got_first = False
+        self._first: _First | None = None
         self._error: KvferryError | None = None
         self._deadline = Deadline(self._too_late)
 
@@ -90,7 +101,7 @@ class Run:
         Waits for at least one output. Raises the error that ends the run, after everything that came before it.
         """
         gained: dict[int, Piece] = {}
-        if self._got_first:  # until then, the deadline set at admission holds
+        if self._first is not None:  # until then, the deadline set at admission holds
             self._deadline.set(self._service.queue_timeout_s)
         while self._num_open and not gained:
             if self._error is not None:
@@ -104,7 +115,7 @@ class Run:
         return gained or None
 
     def _too_late(self) -> None:
-        what = "next" if self._got_first else "first"
+        what = "first" if self._first is None else "next"
         limit_s = self._service.queue_timeout_s
         self.mailbox.fail(DeadlineExceeded(f"the {what} token did not come within {limit_s:g} s"))
 
@@ -126,10 +137,11 @@ class Run:
         if not prompt.has_output:
             self.metrics.cached_tokens.inc(output.cached_tokens)
         prompt.note(output)
-        if not self._got_first:
-            self._got_first = True
-            self.metrics.first_token_came(time.monotonic() - self.job.received_at, output.times)
-            self._span.set(gen_ai__latency__time_to_first_token=time.monotonic() - self.job.received_at)
+        if self._first is None:
+            self._first = first = _First(time.monotonic() - self.job.received_at, output.times, output.prefilled_by)
+            self.metrics.first_token_came(first.seconds, output.times)
+            self._service.recent.first_token(first.seconds)
+            self._span.set(gen_ai__latency__time_to_first_token=first.seconds)
         before = choice.num_tokens
         piece = choice.push(output)
         if prompt.prompt.shown is not None and not before:
@@ -143,11 +155,13 @@ class Run:
         gained[index] = Piece.join((gained[index], piece)) if index in gained else piece
 
     def _measure(self, index: int, num_tokens: int) -> None:
-        now = time.monotonic()
+        now, gap_s = time.monotonic(), None
         if last := self._last_output_at[index]:
-            self.metrics.inter_token.observe(now - last)
+            gap_s = now - last
+            self.metrics.inter_token.observe(gap_s)
         self._last_output_at[index] = now
         self.metrics.generation_tokens.inc(num_tokens)
+        self._service.recent.tokens(num_tokens, gap_s)
 
     def _leave(self, exc: BaseException | None) -> list[asyncio.Task[None]]:
         """Cancels what is still running and closes all accounts. The tasks that this cancelled."""
@@ -163,4 +177,34 @@ class Run:
             gen_ai__usage__prompt_tokens=usage.prompt_tokens, gen_ai__usage__completion_tokens=usage.completion_tokens
         )
         self._span.end(error=exc)
+        self._service.recent.ended(self._recent(usage, exc))
         return [task for task in left if task is not None]
+
+    def _recent(self, usage: Usage, exc: BaseException | None) -> RecentRequest:
+        prompts = list(self._prompts.values())
+        first = self._first or _First()
+        names = {node.instance_id: node.node_id for node in self._service.table.nodes}
+        return RecentRequest(
+            request_id=self.job.request_id,
+            kind="chat" if self.job.response_id.startswith("chatcmpl-") else "completion",
+            ended_at=time.time(),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            decode=prompts[0].node_id,
+            prefill=names.get(first.prefilled_by, first.prefilled_by),
+            num_attempts=1 + max(prompt.attempt for prompt in prompts),
+            times=first.times,
+            first_token_s=first.seconds if self._first is not None else None,
+            total_s=time.monotonic() - self.job.received_at,
+            ended=self._ending(exc),
+            is_error=isinstance(exc, Exception),
+        )
+
+    def _ending(self, exc: BaseException | None) -> str:
+        if isinstance(exc, Exception):
+            return exc.code if isinstance(exc, KvferryError) else Internal.code
+        if self._num_open:
+            return FinishReason.ABORT
+        reasons = {choice.finish_reason for prompt in self._prompts.values() for choice in prompt.choices}
+        return "+".join(sorted(reason.value for reason in reasons if reason is not None))

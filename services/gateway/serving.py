@@ -20,6 +20,7 @@ from kvferry.common.tracing import Tracing
 from kvferry.services.gateway.intake import Job
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import Ledger, NodeTable, PrefixLookup
+from kvferry.services.gateway.recent import Recent
 from kvferry.services.gateway.router import Plan, RouteRequest, choose
 from kvferry.services.gateway.sessions import Mailbox, SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ class Service:
         self.max_resumptions = max_resumptions
         self.resume_timeout_s = resume_timeout_s
         self.ledger = Ledger()
+        self.recent = Recent()
         self.mailboxes: set[Mailbox] = set()  # one per request in flight
         self.draining = False
         self._max_num_requests = max_num_requests

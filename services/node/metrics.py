@@ -128,6 +128,9 @@ class NodeMetrics:
         )
         self.step_seconds = histogram("engine_step_seconds", "Seconds per engine step.", _SECONDS)
         self.transfer_seconds = histogram("transfer_seconds", "Seconds per pull.", _SECONDS, "transport")
+        self.transfer_exposed = counter(
+            "transfer_exposed_seconds", "Of the pulls' time and their confirmation: not hidden behind computing."
+        )
         self.cancel_to_free = histogram("cancel_to_free_seconds", "From a cancel to its blocks given back.", _SECONDS)
         self._begin_at_zero()
 
@@ -143,7 +146,8 @@ class NodeMetrics:
         causes: list[type[KvferryError]] = [Unavailable, BlockCorrupt, Overloaded, DeadlineExceeded, Internal]
         for error in [*causes, *Unavailable.__subclasses__()]:
             self.transfer_failures.labels(error.code)
-        self.local_fallbacks.labels("all_candidates_failed")
+        for cause in ("all_candidates_failed", "no_candidate"):
+            self.local_fallbacks.labels(cause)
         for outcome in ("moved", "failed", "computing_is_cheaper"):
             self.cached_pulls.labels(outcome)
 
@@ -153,7 +157,9 @@ class NodeMetrics:
         self.prompt_tokens.labels("local_cache_hit").inc(num_cached)
         self.prompt_tokens.labels("external_kv_transfer").inc(num_received)
 
-    def note_pulls(self, pulls: Iterable[PullResult]) -> None:
+    def note_pulls(self, pulls: Iterable[PullResult], exposed_s: float) -> None:
+        """`exposed_s`: how long somebody waited for them with nothing else to do."""
+        self.transfer_exposed.inc(exposed_s)
         for pull in pulls:
             self.transfer_bytes.labels(pull.transport).inc(pull.num_bytes)
             self.transfer_blocks.labels(pull.transport).inc(pull.num_blocks)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 
@@ -98,6 +99,7 @@ class _Stream:
         self._fail_points = fail_points
         self._writing = asyncio.Lock()
         self._num_replies = 0
+        self._reading: asyncio.Task[object] | None = None
 
     async def send(self, request: pb.PrefillRequest, point: str) -> None:
         """`point` names this message in `common/fail_points.py`. Raises Unavailable when the stream has ended."""
@@ -117,11 +119,15 @@ class _Stream:
         """The next reply; an error reply raises. A peer that is silent for longer than it may be counts as dead.
 
         What gets lost on the way would be waited for while the peer lives: each renewal tells how much was sent.
+        A caller that is cancelled leaves the reply to the next one.
         """
-        try:
-            reply = await asyncio.wait_for(self.call.read(), self._silence_s)
-        except TimeoutError as exc:
-            raise Unavailable(f"node {self.peer.address} was silent for {self._silence_s:.0f} s") from exc
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self.call.read())
+        await asyncio.wait((self._reading,), timeout=self._silence_s)
+        if not self._reading.done():
+            raise Unavailable(f"node {self.peer.address} was silent for {self._silence_s:.0f} s")
+        done, self._reading = self._reading, None
+        reply = done.result()
         if not isinstance(reply, pb.PrefillReply):
             raise Unavailable(f"node {self.peer.address} ended the stream early")
         if reply.HasField("error"):
@@ -131,6 +137,16 @@ class _Stream:
             raise TransferFailed(f"node {self.peer.address} sent {sent} replies, {self._num_replies} came")
         self._num_replies += 1
         return reply
+
+    async def watch(self) -> None:
+        """Reads on when nothing but renewals is due. Ends only by raising what the peer says, or that it is silent."""
+        while True:
+            await self.next()
+
+    async def end(self) -> None:
+        self.call.cancel()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
 
 
 class BlockReader:
@@ -191,7 +207,7 @@ class BlockReader:
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
-            stream.call.cancel()
+            await stream.end()
 
     async def _hand_over(self, stream: _Stream, wanted: Wanted) -> Received:
         """Reads replies while a second task pulls what they offer, in order; the first failure of either ends both."""
@@ -200,19 +216,26 @@ class BlockReader:
         if accepted.instance_id != peer.instance_id:
             raise Unavailable(f"{peer.address} is instance {accepted.instance_id!r} now, not {peer.instance_id!r}")
         side.accepted(accepted.lease_id, accepted.num_blocks)
+        self._puller.prepare(wanted.block_ids)
         todo: asyncio.Queue[_Copy | None] = asyncio.Queue()
         reading = asyncio.create_task(self._read_offers(stream, side, todo))
         pulling = asyncio.create_task(self._pull_offers(peer, side, todo, wanted.span))
+        tasks: list[asyncio.Task[Any]] = [reading, pulling]
         try:
-            await asyncio.wait((reading, pulling), return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if pulling.done():
                 await pulling
             computed, computed_s = await reading
+            if not pulling.done():
+                tasks.append(watching := asyncio.create_task(stream.watch()))
+                await asyncio.wait((pulling, watching), return_when=asyncio.FIRST_COMPLETED)
+                if not pulling.done():
+                    await watching
             pulls = await pulling
         finally:
-            reading.cancel()
-            pulling.cancel()
-            await asyncio.gather(reading, pulling, return_exceptions=True)  # no copy is in flight after this line
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # no copy is in flight after this line
         with wanted.span.child("confirm"):
             await self._confirm(stream, side)
         return Received(

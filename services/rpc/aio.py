@@ -26,7 +26,7 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.so_reuseport", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted node is found again at once
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also what one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 

@@ -8,6 +8,7 @@ it: with the space reserved before the first touch, and its size checked before 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,7 +16,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ _HEADER = struct.Struct("<8sIQQQ16s64s")
 
 _PREFIX, _SUFFIX = "kvferry-", ".pool"
 _MiB = 2**20
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_libc = ctypes.CDLL(None)
 
 
 class PoolSegment:
@@ -43,6 +46,7 @@ class PoolSegment:
         self.nonce = nonce
         self.blocks_offset = blocks_offset
         self._fd = fd  # holds the owner's lock
+        self._is_entered = np.zeros(len(buffer), dtype=bool)
 
     @property
     def num_blocks(self) -> int:
@@ -56,6 +60,22 @@ class PoolSegment:
     def size_bytes(self) -> int:
         """Of the whole file."""
         return self.blocks_offset + self.buffer.nbytes
+
+    def prefault_for_reading(self) -> None:
+        """Enters all pages, so that who first reads one need not wait for the kernel: tens of ms per GiB.
+
+        This and `prefault` give up the interpreter lock, change no byte, and do nothing on Linux before 5.14.
+        """
+        _enter(self.buffer.ctypes.data, self.buffer.nbytes, _MADV_POPULATE_READ)
+
+    def prefault(self, block_ids: Sequence[int]) -> None:
+        """The same for these blocks and who first writes there."""
+        todo = np.unique(np.asarray(block_ids, dtype=np.intp))
+        todo = todo[~self._is_entered[todo]]
+        for run in np.split(todo, np.flatnonzero(np.diff(todo) != 1) + 1) if len(todo) else ():
+            start = self.buffer.ctypes.data + int(run[0]) * self.block_bytes
+            _enter(start, len(run) * self.block_bytes, _MADV_POPULATE_WRITE)
+        self._is_entered[todo] = True
 
     @classmethod
     def anonymous(cls, num_blocks: int, block_bytes: int) -> PoolSegment:
@@ -150,6 +170,12 @@ class PoolSegment:
 def _blocks(memory: mmap.mmap, offset: int, num_blocks: int, block_bytes: int) -> Blocks:
     flat = np.frombuffer(memory, dtype=np.uint8, count=num_blocks * block_bytes, offset=offset)
     return flat.reshape(num_blocks, block_bytes)
+
+
+def _enter(start: int, num_bytes: int, advice: int) -> None:
+    first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    length = start + num_bytes - first_page
+    _libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
 def _id_field(instance_id: str) -> bytes:

@@ -30,7 +30,8 @@ class ShmTransport:
         self._copier = Copier("shm")
 
     async def open(self, source: Peer) -> None:
-        self._attach(source)
+        segment = self._attach(source)
+        threading.Thread(target=segment.prefault_for_reading, name="kvferry-prefault", daemon=True).start()
 
     async def pull(
         self, source: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -233,3 +234,20 @@ def test_memory_of_a_dead_owner_stays_readable(tmp_path: Path) -> None:
     view = PoolSegment.attach(path, nonce=bytes.fromhex(nonce), instance_id="dead", num_blocks=5, block_bytes=64)
     assert PoolSegment.sweep(str(tmp_path)) == [path]
     assert np.all(view.buffer == 3)
+
+
+def test_prefaulting_changes_no_byte_and_enters_the_pages() -> None:
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    segment = PoolSegment.anonymous(64, 3 * 4096 + 17)
+    segment.buffer[7] = 9
+    segment.prefault([5, 6, 7, 8, 40, 63])
+    segment.prefault([6, 40])
+    assert not segment.buffer[[0, 1, 5, 6, 8, 40, 63]].any()
+    assert (segment.buffer[7] == 9).all()
+    for expect_fewer, blocks in ((True, (5, 6, 8, 40, 63)), (False, (10, 20, 30, 50, 60))):
+        before = faults()
+        for block in blocks:
+            segment.buffer[block] = 1
+        assert (faults() - before < 5) is expect_fewer, (blocks, faults() - before)
