@@ -22,6 +22,7 @@ import pytest
 
 from kvferry.common.fail_points import POINTS
 from tests.e2e.cluster import Cluster, Gateway, Node, cluster
+from tests.e2e.reference import wait_known
 
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", "1"))
 NUM_REQUESTS, AT_ONCE = 60, 5
@@ -119,6 +120,8 @@ class Chaos:
             ",".join(rule for rule in rules.split(",") if rule.startswith("index")) or "index.lookup=delay@1:1"
         )
         self.gateway: Gateway = nodes.start_gateway("--fail-points", gateway_rules, "--fail-points-seed", str(SEED))
+        for node in self.members:
+            wait_known(self.gateway, node)
 
     def _start(self, role: str, more: str, port: int | None = None) -> Node:
         flags = ("--local-prefill-max-tokens", "16") if role == "decode" else ()
