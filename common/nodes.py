@@ -137,12 +137,14 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """By which transport a node pulls blocks from a peer, and why by that one."""
+    """By which transport a node pulls blocks from a peer, why by that one, and how much since the link was made."""
 
     instance_id: str
     address: str
     transport: str
     reason: str
+    num_blocks: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

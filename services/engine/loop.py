@@ -13,6 +13,8 @@ from kvferry.services.engine.engine import Engine
 
 log = logging.getLogger("kvferry.engine")
 
+STOP_S = 10.0
+
 
 class EngineLoop:
     """Steps the engine in a thread of its own until stopped.
@@ -42,10 +44,10 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Returns after the running step. A second call does nothing more."""
+        """Returns after the running step, or when that has taken too long. A second call does nothing more."""
         self._stopping = True
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, 30.0)
+            await asyncio.to_thread(self._thread.join, STOP_S)
 
     def _run(self) -> None:
         try:

@@ -36,7 +36,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class GatewayView:
-    """What the gateway itself knows. `failing` are instances; `left` are node ids and how many seconds ago they went."""
+    """What the gateway itself knows. `failing`: instances; `left`: node ids, and how many seconds ago they went."""
 
     index_ok: bool
     draining: bool
@@ -93,7 +93,9 @@ def _of_node(node: NodeView, failing: Iterable[str]) -> Iterator[Alert]:
     yield from _of_memory(record)
     for link in record.links:
         if "failed: " in link.reason:
-            yield Alert(Level.WARNING, f"{name} pulls over {link.transport} only", f"From {link.address}: {link.reason}")
+            yield Alert(
+                Level.WARNING, f"{name} pulls over {link.transport} only", f"From {link.address}: {link.reason}"
+            )
 
 
 def _of_memory(record: NodeRecord) -> Iterator[Alert]:
@@ -104,6 +106,6 @@ def _of_memory(record: NodeRecord) -> Iterator[Alert]:
         )
         detail = f"{parts}: {accounts.total} in all, the pool has {num_blocks}. Drain the node and report this."
         yield Alert(Level.CRITICAL, f"The block accounts of {record.node_id} do not sum up", detail)
-    elif num_blocks and (use := 1 - accounts.available / num_blocks) >= KV_NEARLY_FULL:
+    if num_blocks and (use := 1 - accounts.available / num_blocks) >= KV_NEARLY_FULL:
         detail = f"{accounts.available} of {num_blocks} blocks are left: requests queue or are preempted."
         yield Alert(Level.WARNING, f"KV memory of {record.node_id} is {use:.0%} full", detail)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -31,9 +31,7 @@ LEFT_SHOWN_S = 300.0
 class ClusterView:
     """`close` at the end: it holds a channel to each node. Methods may run side by side; the nodes are asked once."""
 
-    def __init__(
-        self, service: Service, model: str, version: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, service: Service, model: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._model = model
         self._version = version
@@ -46,7 +44,7 @@ class ClusterView:
         self._last_seen: dict[str, tuple[float, NodeState]] = {}
 
     async def state(self) -> dict[str, Any]:
-        """For `/cluster`. A node that does not answer in time shows its last record, `live` false."""
+        """For `/cluster`, as orjson takes it. Of a node that does not answer in time the last record, `live` false."""
         async with self._asking:
             await self._ask(not_before=self._clock())
             return self._state()
@@ -77,11 +75,12 @@ class ClusterView:
         """Asks the nodes, unless somebody did since then; True if asked. Under the lock."""
         if self._asked_at >= not_before:
             return False
-        self._asked_at = self._clock()
+        began_at = self._clock()
         records = self._service.table.nodes
         for address in self._channels.keys() - {record.address for record in records}:
             await self._channels.pop(address).close()
         self._nodes = await asyncio.gather(*map(self._view, records))
+        self._asked_at = began_at
         return True
 
     async def _view(self, record: NodeRecord) -> NodeView:
@@ -105,7 +104,7 @@ class ClusterView:
             "max_model_len": table.max_model_len,
             "num_requests": len(service.mailboxes),
             "index": {"ok": table.index_ok},
-            "nodes": [{**asdict(node.record), "live": node.live} for node in self._nodes],
+            "nodes": [_shown(node) for node in self._nodes],
             "other_models": [{"node_id": r.node_id, "model": r.model, "address": r.address} for r in table.strangers],
             "sessions": [
                 {
@@ -118,7 +117,7 @@ class ClusterView:
                 for session in pool.sessions.values()
             ],
             "failing": sorted(pool.failing()),
-            "in_flight": {instance_id: asdict(count) for instance_id, count in service.ledger.in_flight.items()},
+            "in_flight": service.ledger.in_flight,
         }
 
     def _watched(self) -> dict[str, Any]:
@@ -134,10 +133,10 @@ class ClusterView:
         )
         return {
             "now": time.time(),
-            "alerts": [asdict(alert) for alert in find_alerts(self._nodes, gateway)],
-            "stats": asdict(stats),
+            "alerts": find_alerts(self._nodes, gateway),
+            "stats": stats,
             "num_ended": recent.num_ended,
-            "requests": [asdict(request) for request in islice(reversed(recent.requests), NUM_SHOWN)],
+            "requests": list(islice(reversed(recent.requests), NUM_SHOWN)),
         }
 
     def _left(self) -> dict[str, float]:
@@ -148,3 +147,7 @@ class ClusterView:
             for name, (at, state) in self._last_seen.items()
             if name not in here and state is not NodeState.DRAINING
         }
+
+
+def _shown(node: NodeView) -> dict[str, Any]:
+    return {field.name: getattr(node.record, field.name) for field in fields(node.record)} | {"live": node.live}

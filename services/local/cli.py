@@ -67,6 +67,9 @@ def _parser() -> Parser:
     chat.add_argument("--system", default=None, help="system message (default: the model's own)")
     chat.add_argument("--max-tokens", type=int, default=None, help="longest answer")
     chat.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: the gateway's)")
+    top = add("top", _top, "watch a cluster in this terminal")
+    top.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (default: %(default)s)")
+    top.add_argument("--once", action="store_true", help="show the present state and end")
     model = add("model", _prepare, "manage models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
     prepare = actions.add_parser("prepare", help="make a model ready to be served")
@@ -120,6 +123,12 @@ def _chat(args: argparse.Namespace) -> int:
     from kvferry.services.local.chat import main as chat
 
     return chat(args.url, args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from kvferry.services.local.top import main as top
+
+    return top(args.url, once=args.once)
 
 
 def _prepare(args: argparse.Namespace) -> int:

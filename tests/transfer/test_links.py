@@ -43,7 +43,9 @@ def test_the_transport_of_a_pair_and_why_are_shown(tiny_model: Path, tmp_path: P
         assert decode.record().links == ()
         _complete(gateway.url)
         assert decode.metric("kvferry:transfer_blocks_total", transport=transport) == len(PROMPT) // 16
-        link = Link(owner.instance_id, owner.address, transport, reason)
+        num_blocks = len(PROMPT) // 16
+        num_bytes = num_blocks * owner.card.block_bytes
+        link = Link(owner.instance_id, owner.address, transport, reason, num_blocks, num_bytes)
         assert decode.record().links == (link,)
         shown: list[dict[str, Any]] = gateway.get("/cluster")["nodes"]
         links = {node["role"]: node["links"] for node in shown}
@@ -55,6 +57,8 @@ def test_the_transport_of_a_pair_and_why_are_shown(tiny_model: Path, tmp_path: P
                     "address": owner.address,
                     "transport": transport,
                     "reason": reason,
+                    "num_blocks": num_blocks,
+                    "num_bytes": num_bytes,
                 }
             ],
         }
