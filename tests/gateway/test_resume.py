@@ -293,7 +293,10 @@ def test_a_node_that_refuses_to_go_on_is_one_more_loss(error: KvferryError) -> N
         assert [request.attempt for request in submissions(setup)] == [0, 1, 2]
         assert setup.metric("request_resumes_total", reason="node_lost") == 1, "it went on once"
 
-    run(gateway(*two(lossy(drop_after=20, tokens=_long)), FakeDecode(lossy(tokens=_long), node_id="d2")), scenario)
+    run(
+        gateway(*two(lossy(drop_after=20, tokens=_long)), FakeDecode(lossy(drop_after=20, tokens=_long), node_id="d2")),
+        scenario,
+    )
 
 
 @pytest.mark.parametrize("error", [BadRequest("needs 9 blocks"), Internal("bug")])
