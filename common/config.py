@@ -46,7 +46,10 @@ class ClusterConfig(Section):
 
     model: str = Field("smollm2-135m", description="alias, local Hugging Face folder, or hub id")
     served_model_name: str | None = Field(None, description="name in the API (default: the model as given)")
-    redis_url: str | None = Field(None, description="Redis that holds the index, e.g. redis://host:6379/0")
+    redis_url: str | None = Field(
+        None,
+        description="Redis that holds the index: redis://host:6379/0, rediss://… (TLS), …?cluster=true",
+    )
     namespace: str = Field("kvferry", description="prefix of this cluster's keys in Redis")
     rpc_tls_cert: str | None = Field(
         None, description="PEM certificate of this process: TLS, mutual, between gateway and nodes"
@@ -135,8 +138,19 @@ class NodeConfig(Section):
 class GatewayConfig(Section):
     host: str = Field("127.0.0.1", description="HTTP address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port")
+    admin_host: str = Field("127.0.0.1", description="address of admin-port")
+    admin_port: int | None = Field(
+        None, ge=0, le=65535, description="HTTP port of /, /cluster, /debug and /metrics (default: that of the API)"
+    )
+    workers: int = Field(1, ge=1, le=256, description="processes that share the port")
+    listen_fds: tuple[int, ...] = Field(
+        (), description="inherited sockets instead of addresses: of the API, then of admin-port"
+    )
     client_stall_timeout: float = Field(60.0, gt=0, description="seconds a client may accept nothing")
     queue_timeout: float = Field(120.0, gt=0, description="longest wait for the first token")
+    max_ttft: float | None = Field(
+        None, gt=0, description="seconds; a request whose first token is predicted to come later is answered with 429"
+    )
     max_resumptions: int = Field(
         3, ge=0, description="times that a request goes on elsewhere after the decode node that ran it was lost"
     )
@@ -145,6 +159,20 @@ class GatewayConfig(Section):
     )
     max_num_requests: int = Field(2048, ge=1, description="requests in flight; more are answered with 429")
     max_body_bytes: Bytes = Field(16 * 2**20, ge=1, description="largest request body")
+    api_keys_file: str | None = Field(
+        None, description="file of hashed API keys (kvferry api-key new NAME prints its lines); read again on change"
+    )
+    api_keys: str | None = Field(None, description="lines as in api-keys-file, with ; between them")
+    allowed_origins: tuple[str, ...] = Field((), description="web pages that may call the API, or * (CORS)")
+    allowed_methods: tuple[str, ...] = Field(("GET", "POST"), description="what they may do (CORS)")
+    allowed_headers: tuple[str, ...] = Field(("*",), description="headers that they may send (CORS)")
+    allow_credentials: bool = Field(False, description="whether they may send cookies and the like (CORS)")
+    ssl_certfile: str | None = Field(None, description="PEM certificate chain: HTTPS; read again on change")
+    ssl_keyfile: str | None = Field(None, description="PEM key of ssl-certfile (default: in the same file)")
+    ssl_ca_certs: str | None = Field(None, description="PEM authorities: clients must show a certificate of theirs")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = Field(
+        "auto", description="how the model writes tool calls (auto: as its chat template says)"
+    )
     index_timeout_s: float = Field(0.05, gt=0, description="longest wait for the prefix index per request")
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="sampling defaults: the model's generation_config.json, or none but the API's own"

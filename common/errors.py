@@ -73,11 +73,17 @@ class ModelNotFound(KvferryError):
 
 
 class Overloaded(KvferryError):
+    """`retry_after_s`: when it is worth asking again."""
+
     code = "overloaded"
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
     type = "overloaded_error"
     retryable = True
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(KvferryError):

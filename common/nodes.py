@@ -121,7 +121,10 @@ class BlockAccounts:
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """A node's own report, at most one heartbeat old."""
+    """A node's own report, at most one heartbeat old. Rates are exponentially weighted; 0: not measured.
+
+    `num_waiting_tokens` are prompt tokens still to be computed, those of prompts that have begun too.
+    `pull_bytes_per_s` is that of its pulls from peers in the last minute, the slowest peer's."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -131,6 +134,7 @@ class NodeLoad:
     num_leases: int = 0
     prefill_tokens_per_s: float = 0.0
     step_ms: float = 0.0
+    pull_bytes_per_s: float = 0.0
     num_steps: int = 0
     num_shared_blocks: int = 0
 

@@ -325,7 +325,7 @@ class Engine:
         num_decodes = schedule.num_tokens - num_prompt
         self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3)
         self.num_steps += 1
-        self.step_ms += 0.2 * (took_s * 1e3 - self.step_ms)
+        self.step_ms += (0.2 if self.step_ms else 1.0) * (took_s * 1e3 - self.step_ms)
         preemptions, copied = self.scheduler.take_counts()
         return StepStats(num_prompt, num_decodes, preemptions, copied, took_s)
 

@@ -53,7 +53,9 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received))
+        """Prompt tokens still to be computed, those of running prompts too."""
+        prompts = [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
+        return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received, *prompts))
 
     @property
     def lacks_blocks(self) -> bool:

@@ -24,6 +24,8 @@ from kvferry.services.gateway import errors, server
 from kvferry.services.gateway.asgi import RequestIds
 from kvferry.services.gateway.cluster import ClusterView
 from kvferry.services.gateway.generation_config import GenerationConfig
+from kvferry.services.gateway.guard import guard
+from kvferry.services.gateway.http_tls import HttpTls
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import POLL_S, NodeTable, PrefixLookup
@@ -31,6 +33,7 @@ from kvferry.services.gateway.routes import Routes
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
+from kvferry.services.gateway.tools import tool_form_of
 from kvferry.services.index.base import PrefixIndex
 from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
@@ -54,6 +57,7 @@ class Gateway:
         self.metrics = GatewayMetrics(registry or CollectorRegistry())
         self.table = NodeTable(index, config.served_model)
         self.pool = SessionPool(config.node.peer_timeout_s, dial=dialer(Tls.of(config.cluster)))
+        self.pool.breakers.on_open = self.metrics.breaker_opens.inc
         self.service = Service(
             tokenizer,
             self.table,
@@ -64,14 +68,26 @@ class Gateway:
             max_num_requests=config.gateway.max_num_requests,
             max_resumptions=config.gateway.max_resumptions,
             resume_timeout_s=config.gateway.resume_timeout,
+            max_ttft_s=config.gateway.max_ttft,
             tracing=open_tracing(config.cluster.otlp_traces_endpoint, "kvferry-gateway"),
         )
-        self.app = FastAPI(title="kvferry", version=kvferry.__version__, lifespan=lambda app: self.running())
+        self.app = FastAPI(
+            title="kvferry", version=kvferry.__version__, openapi_url=None, lifespan=lambda app: self.running()
+        )
+        guard(self.app, config.gateway)
         self.app.add_middleware(RequestIds)
         errors.install(self.app)
-        intake = Intake(tokenizer, self.table, config.served_model, defaults)
-        self.view = ClusterView(self.service, config.served_model, kvferry.__version__)
-        Routes(config.gateway, config.served_model, intake, self.service, self.view).install(self.app)
+        tool_form = tool_form_of(config.gateway.tool_call_parser, tokenizer.chat_template)
+        intake = Intake(tokenizer, self.table, config.served_model, defaults, tool_form)
+        self.view = ClusterView(self.service, config.served_model, kvferry.__version__, config.gateway.workers)
+        self.admin_app: FastAPI | None = None
+        if config.gateway.admin_port is not None:
+            self.admin_app = FastAPI(title="kvferry admin", version=kvferry.__version__)
+            guard(self.admin_app, config.gateway)
+            self.admin_app.add_middleware(RequestIds)
+            errors.install(self.admin_app)
+        routes = Routes(config.gateway, config.served_model, intake, self.service, self.view)
+        routes.install(self.app, self.admin_app)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -102,6 +118,7 @@ class Gateway:
         self.pool.give_up(node.instance_id for node in self.table.nodes if node.state is NodeState.STALLED)
         self.metrics.index_up.set(self.table.index_ok)
         self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
+        self.metrics.note_breakers(self.pool.breakers.views().values())
 
     def drain(self) -> None:
         """No new requests. Discovery goes on until the last one has ended."""
@@ -127,7 +144,8 @@ async def serve(config: Config) -> None:
     """The gateway on its port, which is bound before anything slow is done."""
     if config.cluster.redis_url is None:
         raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
-    listener = server.bind(config.gateway.host, config.gateway.port)
+    tls = HttpTls.of(config.gateway)
+    listeners = server.open_listeners(config.gateway)
     try:
         folder = await asyncio.to_thread(resolve_model, config.cluster.model, weights=False)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
@@ -138,20 +156,23 @@ async def serve(config: Config) -> None:
             await _check_reachable(index, config.cluster.redis_url)
             gateway = Gateway(config, with_faults(index, fail_points), tokenizer, defaults=defaults)
             gateway.metrics.registry.register(FaultCollector(fail_points))
-            host, port = listener.getsockname()[:2]
+            host, port = listeners[0].getsockname()[:2]
             await server.serve(
                 gateway.app,
-                listener,
+                listeners[0],
                 drain_s=config.node.drain_s,
-                on_ready=lambda: log.info("gateway ready on http://%s:%d", host, port),
+                tls=tls,
+                on_ready=lambda: log.info("gateway ready on http%s://%s:%d", "s" if tls else "", host, port),
                 on_drain=gateway.drain,
                 on_grace_over=gateway.end_grace,
+                admin=(gateway.admin_app, listeners[1]) if gateway.admin_app is not None else None,
             )
             log.info("gateway stopped")
         finally:
             await index.aclose()
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
 
 
 async def _check_reachable(index: PrefixIndex, url: str) -> None:

@@ -2,11 +2,14 @@
 
 Every node is asked how it is at this moment, in parallel and over channels that stay open. Watchers share what was
 asked for one of them, so that their number costs the requests nothing.
+
+Of several worker processes each knows its own requests, sessions and latencies; the nodes are the same for all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -31,10 +34,18 @@ LEFT_SHOWN_S = 300.0
 class ClusterView:
     """`close` at the end: it holds a channel to each node. Methods may run side by side; the nodes are asked once."""
 
-    def __init__(self, service: Service, model: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        service: Service,
+        model: str,
+        version: str,
+        num_workers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._service = service
         self._model = model
         self._version = version
+        self._num_workers = num_workers
         self._clock = clock
         self._asking = asyncio.Lock()
         self._asked_at = float("-inf")
@@ -102,6 +113,7 @@ class ClusterView:
             "ready": bool(table.ready_decode) and not service.draining,
             "draining": service.draining,
             "max_model_len": table.max_model_len,
+            "worker": {"pid": os.getpid(), "num_workers": self._num_workers},
             "num_requests": len(service.mailboxes),
             "index": {"ok": table.index_ok},
             "nodes": [_shown(node) for node in self._nodes],
@@ -117,6 +129,7 @@ class ClusterView:
                 for session in pool.sessions.values()
             ],
             "failing": sorted(pool.failing()),
+            "breakers": pool.breakers.views(),
             "in_flight": service.ledger.in_flight,
         }
 

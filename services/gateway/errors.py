@@ -46,7 +46,10 @@ def error_body(error: KvferryError) -> bytes:
 
 
 def error_response(error: KvferryError) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_S)} if isinstance(error, (Overloaded, Unavailable)) else {}
+    headers = {}
+    if isinstance(error, Overloaded | Unavailable):
+        seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_AFTER_S
+        headers = {"retry-after": str(seconds)}
     return _json(error.http_status, error_body(error), headers)
 
 

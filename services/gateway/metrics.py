@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import os
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvferry.common.errors import Draining, NodeLost, Unavailable
-from kvferry.common.requests import FinishReason, RequestTimes
+from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes, SamplingParams
+from kvferry.services.gateway.breaker import BreakerView
 
 # Up to CPU minutes: a first token may take a 1,500-token prompt's seconds behind a queue.
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+_COUNT_BUCKETS = (0, *_LENGTH_BUCKETS)
+_N_BUCKETS = (1, 2, 5, 10, 20)
+
+_Mode = Literal["livesum", "livemin", "livemax"]
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """What `/metrics` says: of `registry`, or summed over all processes that share prometheus_client's folder."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)
 
 
 class GatewayMetrics:
@@ -22,10 +41,15 @@ class GatewayMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"kvferry:{name}", text, labels, registry=registry)
 
+        def gauge(name: str, text: str, mode: _Mode, labels: tuple[str, ...] = ()) -> Gauge:
+            """`mode`: what becomes of the values of several worker processes that live."""
+            return Gauge(f"kvferry:{name}", text, labels, registry=registry, multiprocess_mode=mode)
+
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"kvferry:{name}", text, buckets=buckets, registry=registry)
 
-        self.running = Gauge("kvferry:num_requests_running", "choices without an end yet", registry=registry)
+        self.running = gauge("num_requests_running", "choices without an end yet", "livesum")
+        self.waiting = gauge("num_requests_waiting", "of those: choices without a first token yet", "livesum")
         self._success = counter("request_success", "choices by how they ended", ("finished_reason",))
         self.finished = {reason: self._success.labels(reason.value) for reason in FinishReason}
         self.e2e = histogram("e2e_request_latency_seconds", "HTTP request received to answer ended", _REQUEST_BUCKETS)
@@ -40,23 +64,79 @@ class GatewayMetrics:
         self._step = histogram(
             "request_first_step_time_seconds", "share of the first token: one step", _REQUEST_BUCKETS
         )
-        self.inter_token = histogram("inter_token_latency_seconds", "gap between outputs of one choice", _TOKEN_BUCKETS)
-        self.prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", _LENGTH_BUCKETS)
-        self.prompt_tokens = counter("prompt_tokens", "prompt tokens accepted")
-        self.cached_tokens = counter("prompt_tokens_cached", "prompt tokens found in a cache")
-        self.generation_tokens = counter("generation_tokens", "tokens produced")
-        self.index_up = Gauge(
-            "kvferry:index_up", "1 while the index answers, 0 while requests go on without", registry=registry
+        self._decode = histogram(
+            "request_decode_time_seconds", "first to last token of a finished choice", _REQUEST_BUCKETS
         )
+        self._inference = histogram(
+            "request_inference_time_seconds",
+            "finished choice: prefill, transfer, first step and decode, all but queues",
+            _REQUEST_BUCKETS,
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "finished choice: decode time per token behind the first",
+            _TOKEN_BUCKETS,
+        )
+        self.inter_token = histogram("inter_token_latency_seconds", "gap between outputs of one choice", _TOKEN_BUCKETS)
+        self._prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", _LENGTH_BUCKETS)
+        self._generation_length = histogram("request_generation_tokens", "tokens of a finished choice", _LENGTH_BUCKETS)
+        self._params_n = histogram("request_params_n", "choices asked for, per prompt", _N_BUCKETS)
+        self._params_max_tokens = histogram(
+            "request_params_max_tokens", "most tokens that a choice may have, per prompt", _LENGTH_BUCKETS
+        )
+        self._computed_length = histogram(
+            "request_prefill_kv_computed_tokens", "tokens of a prompt that some node computed for it", _COUNT_BUCKETS
+        )
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens accepted")
+        self._cached_tokens = counter("prompt_tokens_cached", "prompt tokens found in a cache")
+        self._by_source = counter(
+            "prompt_tokens_by_source", "prompt tokens by where the decode node had them from", ("source",)
+        )
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+            self._by_source.labels(source)
+        self.generation_tokens = counter("generation_tokens", "tokens produced")
+        self.index_up = gauge("index_up", "1 while the index answers, 0 while requests go on without", "livemin")
         self.index_lookups = counter("index_lookups", "prefix lookups answered")
         self.index_failures = counter("index_lookup_failures", "prefix lookups failed or too late")
         self.retries = counter("request_retries", "submissions repeated on another node before any token")
         self.resumes = counter("request_resumes", "prompts that went on elsewhere behind their tokens", ("reason",))
         for error in (NodeLost, Draining, Unavailable):
             self.resumes.labels(error.code)
+        self.refused_late = counter("requests_refused_late", "HTTP requests refused by --max-ttft")
+        self.breaker_opens = counter("breaker_opens", "times that a failing decode node was taken out for a while")
+        self.breakers = gauge("breakers", "decode nodes by breaker, if not closed", "livemax", ("state",))
+        self.note_breakers(())
         self.aborted = counter("requests_aborted", "HTTP requests whose client left")
         self.stalled = counter("client_stalls", "HTTP requests whose client accepted nothing for too long")
         self.errors = counter("request_errors", "admitted HTTP requests that ended in an error", ("code",))
+
+    def note_breakers(self, breakers: Iterable[BreakerView]) -> None:
+        states = [breaker.state for breaker in breakers]
+        for state in ("open", "half_open"):
+            self.breakers.labels(state).set(states.count(state))
+
+    def prompt_accepted(self, num_tokens: int, sampling: SamplingParams, n: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+        self._prompt_length.observe(num_tokens)
+        self._params_n.observe(n)
+        self._params_max_tokens.observe(sampling.max_tokens)
+
+    def prompt_computed(self, num_tokens: int, first: RequestOutput) -> None:
+        """`first`: the first output of a prompt of `num_tokens`."""
+        self._cached_tokens.inc(first.cached_tokens)
+        self._computed_length.observe(first.computed_tokens)
+        self._by_source.labels("local_cache_hit").inc(first.local_cached_tokens)
+        self._by_source.labels("external_kv_transfer").inc(first.received_tokens)
+        elsewhere = first.local_cached_tokens + first.received_tokens
+        self._by_source.labels("local_compute").inc(max(num_tokens - elsewhere, 0))
+
+    def choice_finished(self, num_tokens: int, decode_s: float, times: RequestTimes) -> None:
+        """A choice had its last token `decode_s` after its first; `times`: of its prompt."""
+        self._generation_length.observe(num_tokens)
+        self._decode.observe(decode_s)
+        self._inference.observe(times.prefill_s + times.transfer_s + times.first_step_s + decode_s)
+        if num_tokens > 1:
+            self._per_token.observe(decode_s / (num_tokens - 1))
 
     def first_token_came(self, seconds: float, times: RequestTimes) -> None:
         self.first_token.observe(seconds)

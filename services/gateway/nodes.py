@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.hashing import block_names, root_name
-from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
+from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role
 from kvferry.services.gateway.metrics import GatewayMetrics
-from kvferry.services.gateway.router import InFlight, Plan
+from kvferry.services.gateway.plan import InFlight, Plan
 from kvferry.services.index.base import PrefixIndex
 
 log = logging.getLogger("kvferry.gateway")
@@ -23,6 +24,7 @@ log = logging.getLogger("kvferry.gateway")
 POLL_S = 1.0
 MIN_REFRESH_S = 0.1
 INDEX_PAUSE_S = 1.0  # no lookups for so long after one failed
+REPORT_AGE_S = 1.0  # a heartbeat
 RETURN_GRACE_S = 6.0  # for nodes to announce themselves again, after the index was away or emptied
 MAX_NAMINGS = 4
 LONG_PROMPT_TOKENS = 4096  # longer ones are hashed off the event loop
@@ -142,15 +144,39 @@ async def _names(token_ids: Sequence[int], cache_salt: str, card: LayoutCard) ->
 
 
 class Ledger:
-    """What this gateway has on each node, counted from the moment of choice: the next choice sees it."""
+    """What this gateway has on each node, counted from the moment of choice: the next choice sees it.
 
-    def __init__(self) -> None:
+    Prompt tokens count until the node's own report has them, or the first token is there, whichever is first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.in_flight: dict[str, InFlight] = {}
+        self._clock = clock
+        self._unreported: dict[str, deque[LedgerEntry]] = {}
+        self._loads: dict[str, NodeLoad] = {}
 
     def open(self, plan: Plan, num_choices: int) -> LedgerEntry:
-        return LedgerEntry(
-            self, plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.chosen.num_uncached
-        )
+        return self.enter(plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.chosen.num_uncached)
+
+    def enter(self, decode: str, computer: str, num_requests: int, num_tokens: int) -> LedgerEntry:
+        entry = LedgerEntry(self, decode, computer, num_requests, num_tokens, self._clock())
+        self._unreported.setdefault(computer, deque()).append(entry)
+        return entry
+
+    def note_reports(self, nodes: Iterable[NodeRecord]) -> None:
+        """A report that is new to us is taken to be at most `REPORT_AGE_S` old, and to know what was sent before."""
+        here = {node.instance_id: node.load for node in nodes}
+        for name, load in here.items():
+            if load != self._loads.get(name):
+                self._reported(name, self._clock() - REPORT_AGE_S)
+        for gone in self._unreported.keys() - here.keys():
+            del self._unreported[gone]
+        self._loads = here
+
+    def _reported(self, instance_id: str, until_s: float) -> None:
+        entries = self._unreported.get(instance_id, deque())
+        while entries and (entries[0].opened_at_s <= until_s or not entries[0].num_tokens):
+            entries.popleft().prompt_done()
 
     def add(self, instance_id: str, num_requests: int, num_tokens: int) -> None:
         old = self.in_flight.get(instance_id, InFlight())
@@ -164,22 +190,25 @@ class Ledger:
 class LedgerEntry:
     """One submission's share. Both methods may be called again; later calls do nothing."""
 
-    __slots__ = ("_computer", "_decode", "_ledger", "_num_requests", "_num_tokens")
+    __slots__ = ("_computer", "_decode", "_ledger", "_num_requests", "num_tokens", "opened_at_s")
 
-    def __init__(self, ledger: Ledger, decode: str, computer: str, num_requests: int, num_tokens: int) -> None:
+    def __init__(
+        self, ledger: Ledger, decode: str, computer: str, num_requests: int, num_tokens: int, opened_at_s: float
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.opened_at_s = opened_at_s
         self._ledger = ledger
         self._decode = decode
         self._computer = computer
         self._num_requests = num_requests
-        self._num_tokens = num_tokens
         ledger.add(decode, num_requests, 0)
         ledger.add(computer, 0, num_tokens)
 
     def prompt_done(self) -> None:
-        """The first token is there."""
-        if self._num_tokens:
-            self._ledger.add(self._computer, 0, -self._num_tokens)
-            self._num_tokens = 0
+        """The first token is there, or the node's report knows of it."""
+        if self.num_tokens:
+            self._ledger.add(self._computer, 0, -self.num_tokens)
+            self.num_tokens = 0
 
     def close(self) -> None:
         self.prompt_done()

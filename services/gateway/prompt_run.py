@@ -21,14 +21,30 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-from kvferry.common.errors import Cancelled, Draining, Internal, KvferryError, NodeLost, Unavailable, from_code
+from kvferry.common.errors import (
+    Cancelled,
+    Draining,
+    Internal,
+    KvferryError,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+    from_code,
+)
 from kvferry.common.nodes import LayoutCard
-from kvferry.common.requests import GenerateRequest, RequestOutput, ResumedChoice, SamplingParams, TokenLogprobs
+from kvferry.common.requests import (
+    GenerateRequest,
+    RequestOutput,
+    RequestTimes,
+    ResumedChoice,
+    SamplingParams,
+    TokenLogprobs,
+)
 from kvferry.common.tracing import Span
 from kvferry.services.gateway.choice import Choice
 from kvferry.services.gateway.intake import Job, PromptJob
 from kvferry.services.gateway.nodes import LedgerEntry
-from kvferry.services.gateway.router import Plan
+from kvferry.services.gateway.plan import Plan
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import Mailbox, Submission
 
@@ -50,8 +66,17 @@ class PromptRun:
     """`submit` once, then `note` each output of the current attempt, or `lost`; `leave` at last."""
 
     def __init__(
-        self, request_id: str, prompt: PromptJob, job: Job, service: Service, mailbox: Mailbox, span: Span
+        self,
+        request_id: str,
+        prompt: PromptJob,
+        job: Job,
+        service: Service,
+        mailbox: Mailbox,
+        span: Span,
+        *,
+        decides: bool = True,
     ) -> None:
+        """`decides`: whether its predicted wait may have the whole request refused."""
         self.request_id = request_id
         self._span = span
         self.prompt = prompt
@@ -60,6 +85,7 @@ class PromptRun:
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self.cached_tokens = 0
         self.has_output = False
+        self.times = RequestTimes()  # to its first token
         self.attempt = 0
         self.route = ""
         self._tokens: list[list[int]] = [[] for _ in range(job.n)]
@@ -70,13 +96,15 @@ class PromptRun:
         self._entry: LedgerEntry | None = None
         self._plan: Plan | None = None
         self._tried: frozenset[str] = frozenset()
+        self._decides = decides
         self._num_refusals = 0
         self._num_resumptions = 0
         self._loss: _Loss | None = None
         self._again: asyncio.Task[None] | None = None
 
     async def submit(self, patience_s: float = 0.0) -> None:
-        """Sends what is still wanted to the best node. Raises Unavailable when there is none within `patience_s`."""
+        """Sends what is still wanted to the best node. Raises Unavailable when there is none within `patience_s`, and
+        Overloaded when the first token of a new request would come too late."""
         began_s, resumed = time.monotonic(), self._resumed()
         tokens = self.prompt.token_ids
         if len(resumed) == 1:
@@ -87,6 +115,8 @@ class PromptRun:
             self.request_id, len(tokens), matches, self._tried, like=self._card, patience_s=patience_s
         )
         service.remember(plan, self._job)
+        if self._decides and not self.attempt:
+            service.check_wait(plan)
         self.route = self.route or plan.compact()
         request = GenerateRequest(
             request_id=self.request_id,
@@ -100,6 +130,7 @@ class PromptRun:
             priority=self._job.priority,
             resumed=resumed,
             traceparent=self._span.traceparent,
+            http_request_id=self._job.request_id,
         )
         self._span.phase("route", began_s, time.monotonic(), node=plan.decode.node_id, attempt=self.attempt)
         self._tried |= {plan.decode.instance_id}
@@ -113,11 +144,14 @@ class PromptRun:
             self._went_on(self._loss)
             self._loss = None
         self._tokens[output.index].extend(output.token_ids)
+        if self._plan is not None:
+            self._service.pool.breakers.worked(self._plan.decode.instance_id)
         if self._entry is not None:
             self._entry.prompt_done()
         if not self.has_output:
             self.has_output = True
             self.logprobs = output.prompt_logprobs
+            self.times = output.times
         if self._submission is not None and not self._submission.request.resumed:
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
 
@@ -134,6 +168,7 @@ class PromptRun:
             error = Unavailable(error.message)
         if self._entry is not None:
             self._entry.close()
+        self._judge(error)
         patience_s = self._patience_s(error)
         self._loss = self._loss or _Loss(time.monotonic(), self.node_id, error)
         self.attempt += 1
@@ -189,6 +224,16 @@ class PromptRun:
         waited_s = time.monotonic() - self._loss.at_s if self._loss is not None else 0.0
         return max(self._service.resume_timeout_s - waited_s, 0.0)
 
+    def _judge(self, error: KvferryError) -> None:
+        """What the node's error says of the node. A lost session has told the breaker itself."""
+        if self._plan is None or isinstance(error, NodeLost):
+            return
+        breakers, instance_id = self._service.pool.breakers, self._plan.decode.instance_id
+        if isinstance(error, Internal) or (error.retryable and not isinstance(error, Overloaded | Draining)):
+            breakers.failed(instance_id)
+        else:
+            breakers.worked(instance_id)
+
     async def _try_again(self, error: KvferryError, patience_s: float) -> None:
         """Submits once more, or ends the whole run."""
         try:
@@ -211,7 +256,7 @@ class PromptRun:
         else:
             self._service.metrics.retries.inc()
         facts = {
-            "request_id": self.request_id,
+            "prompt_id": self.request_id,
             "attempt": self.attempt,
             "from_node": loss.node_id,
             "to_node": self.node_id,

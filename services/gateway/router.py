@@ -9,105 +9,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvferry.common.errors import Draining, LayoutMismatch, Unavailable
 from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
 from kvferry.common.requests import Holder, PrefillCandidate
+from kvferry.services.gateway.plan import Candidate, Cost, InFlight, Plan, RouteRequest, Usual
 
-DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
-DEFAULT_STEP_MS = 20.0
-TRANSFER_MS_PER_BLOCK = 0.1
+HAND_OVER_MS = 5.0  # of a pull, beside its bytes: a stream, its replies, the confirmation
+SHORT_PROMPT_MS = 100.0  # what a decode node computes in a step or so: not worth another node
+STREAM_STEPS = 3.0
+"""Steps of a decode node that each stream on it weighs as much as, in the choice among decode nodes."""
+QUEUE_WEIGHT = 4.0
+"""What a millisecond of another node's queue weighs against one that a cached prefix saves here. A queue is worth more
+than its tokens say: tokens deep in long prompts take longer than the mean, and what joins it delays those to come."""
+STREAM_DELAY_WEIGHT = 0.5
+"""What a millisecond that a running stream loses to a prompt in its node's steps weighs against one of first token."""
 MAX_PREFILL_CANDIDATES = 4
 MAX_HOLDERS = 3
-NUM_COMPARED_PREFILL = 8  # per decode node, so that large fleets stay cheap
 NUM_REASONS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """What this gateway has on a node: choices without an end, prompt tokens to compute without a first token."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """`excluded` are instances not to be used: tried already, or failing."""
-
-    request_id: str
-    num_tokens: int
-    in_flight: Mapping[str, InFlight] = field(default_factory=dict)
-    excluded: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Predicted milliseconds: until the prompt is computed, and what the node's running requests add."""
-
-    queue_ms: float
-    compute_ms: float
-    transfer_ms: float = 0.0
-    pressure_ms: float = 0.0
-
-    @property
-    def total_ms(self) -> float:
-        return self.queue_ms + self.compute_ms + self.transfer_ms + self.pressure_ms
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One node as the router saw it."""
-
-    node_id: str
-    instance_id: str
-    matched_blocks: int
-    cost: Cost
-    computed_by: str  # instance that would compute the rest of the prompt
-    num_uncached: int  # tokens of that rest
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "total_ms": round(self.cost.total_ms, 3)}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The decision and its reasons. `prefill` is in order of preference; empty: the decode node computes.
-
-    `holders`: whom leading blocks could be pulled from, those with most first. No cost counts on that.
-    """
-
-    request_id: str
-    num_tokens: int
-    decode: NodeRecord
-    prefill: tuple[PrefillCandidate, ...]
-    holders: tuple[Holder, ...]
-    chosen: Candidate
-    decode_candidates: tuple[Candidate, ...]
-    prefill_candidates: tuple[Candidate, ...]
-
-    def compact(self) -> str:
-        """For a response header: `decode=d0 prefill=p0 matched=31 cost_ms=12.5`."""
-        prefill = self.prefill_candidates[0].node_id if self.prefill else "none"
-        cost = f"{self.chosen.cost.total_ms:.1f}"
-        return f"decode={self.decode.node_id} prefill={prefill} matched={self.chosen.matched_blocks} cost_ms={cost}"
-
-    def reasons(self) -> dict[str, Any]:
-        return {
-            "request_id": self.request_id,
-            "num_tokens": self.num_tokens,
-            "decode": self.decode.node_id,
-            "prefill": [candidate.instance_id for candidate in self.prefill],
-            "holders": [asdict(holder) for holder in self.holders],
-            "decode_candidates": [candidate.to_dict() for candidate in self.decode_candidates],
-            "prefill_candidates": [candidate.to_dict() for candidate in self.prefill_candidates],
-        }
-
-
 def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[str, int]) -> Plan:
-    """The cheapest pair. `matches`: instance id -> how many leading blocks of the prompt it holds.
+    """The cheapest pair: each decode node with its cheapest way to compute the prompt, one of the best prefill nodes or
+    none. `matches`: instance id -> how many leading blocks of the prompt it holds.
 
     Raises Draining or Unavailable when no decode node can take the request.
     """
@@ -119,20 +45,24 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
     ranked = sorted((estimate.decode(n) for n in decode), key=estimate.rank)
     chosen = ranked[0]
     node = next(n for n in decode if n.instance_id == chosen.instance_id)
-    offered = sorted((estimate.remote(helper, node) for helper in estimate.helpers(node)), key=estimate.rank)
+    offered = [estimate.remote(helper, node) for helper in estimate.helpers(node)[:NUM_REASONS]]
+    alone = chosen.computed_by == chosen.instance_id and chosen.cost.compute_ms > SHORT_PROMPT_MS
+    prefill = [] if alone else offered[:MAX_PREFILL_CANDIDATES]
     address = {n.instance_id: n.address for n in ready}
+    holders = estimate.holders(node)
+    seen = {c.instance_id for c in (*ranked[:NUM_REASONS], *offered)} | estimate.consulted
+    seen |= {holder.instance_id for holder in holders}
     return Plan(
-        request_id=request.request_id,
-        num_tokens=request.num_tokens,
         decode=node,
-        prefill=tuple(
-            PrefillCandidate(c.instance_id, address[c.instance_id], c.matched_blocks)
-            for c in offered[:MAX_PREFILL_CANDIDATES]
-        ),
-        holders=estimate.holders(node),
+        prefill=tuple(PrefillCandidate(c.instance_id, address[c.instance_id], c.matched_blocks) for c in prefill),
+        holders=holders,
         chosen=chosen,
         decode_candidates=tuple(ranked[:NUM_REASONS]),
-        prefill_candidates=tuple(offered[:NUM_REASONS]),
+        prefill_candidates=tuple(offered),
+        request=replace(request, in_flight={n: had for n, had in request.in_flight.items() if n in seen}),
+        usual=estimate.usual,
+        seen=tuple(n for n in ready if n.instance_id in seen),
+        matches={name: count for name, count in matches.items() if name in seen},
     )
 
 
@@ -140,11 +70,13 @@ class _View(NamedTuple):
     """A node as this request sees it. `salt` decides ties, `cached_tokens` are those that need no computing."""
 
     node: NodeRecord
+    instance_id: str
     salt: bytes
     matched_blocks: int
     cached_tokens: int
     queue_ms: float
     ms_per_token: float
+    room_ms: float
 
 
 class _Estimate:
@@ -153,12 +85,13 @@ class _Estimate:
     def __init__(self, request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[str, int]) -> None:
         self._request = request
         self._matches = matches
-        rates = [n.load.prefill_tokens_per_s for n in nodes if n.load.prefill_tokens_per_s > 0]
-        self._usual_rate = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
+        self.usual = request.usual or Usual.of(nodes)
         self._views = {n.instance_id: self._view(n) for n in nodes}
         self._helpers: dict[LayoutCard, list[_View]] = {}
+        self._reach: dict[LayoutCard, tuple[int, str]] = {}
+        self._ways: dict[str, Candidate] = {}
         prefill = (view for view in self._views.values() if view.node.role is Role.PREFILL)
-        self._prefill = sorted(prefill, key=lambda view: (self._remote_ms(view, 0), view.salt))
+        self._prefill = sorted(prefill, key=lambda view: (self._helper_ms(view), view.salt))
 
     def rank(self, candidate: Candidate) -> tuple[float, bytes]:
         """Sort key. Ties go by the request's id, so that equal nodes share equally and a replay decides alike."""
@@ -169,59 +102,121 @@ class _Estimate:
         if decode.role is not Role.DECODE:
             return []
         if decode.card not in self._helpers:
-            self._helpers[decode.card] = [view for view in self._prefill if _compatible(decode, view.node)]
+            self._helpers[decode.card] = [view for view in self._prefill if _can_give(view.node, decode)]
         return self._helpers[decode.card]
+
+    @property
+    def consulted(self) -> set[str]:
+        """Prefill nodes that any decode node was rated with, and those that most could be pulled from."""
+        helpers = {view.instance_id for views in self._helpers.values() for view in views[:1]}
+        return helpers | {name for _, name in self._reach.values() if name}
 
     def holders(self, decode: NodeRecord) -> tuple[Holder, ...]:
         """Nodes of any role whose blocks of the prompt mean something to `decode`, most blocks first."""
-        held = (view for view in self._views.values() if view.matched_blocks and _compatible(decode, view.node))
+        held = (view for view in self._views.values() if view.matched_blocks and _can_give(view.node, decode))
         ranked = sorted(held, key=lambda view: (-view.matched_blocks, view.queue_ms, view.salt))
-        return tuple(Holder(v.node.instance_id, v.node.address, v.matched_blocks) for v in ranked[:MAX_HOLDERS])
+        return tuple(Holder(v.instance_id, v.node.address, v.matched_blocks) for v in ranked[:MAX_HOLDERS])
 
     def decode(self, node: NodeRecord) -> Candidate:
         """The node with the cheapest way to compute the prompt: itself, or one of the best prefill nodes."""
         view = self._views[node.instance_id]
-        held = view.cached_tokens
-        best, best_ms = None, view.queue_ms + (self._request.num_tokens - held) * view.ms_per_token
-        for helper in self.helpers(node)[:NUM_COMPARED_PREFILL]:
-            if (helper_ms := self._remote_ms(helper, held)) < best_ms:
-                best, best_ms = helper, helper_ms
-        way = self._candidate(view, held, 0.0) if best is None else self.remote(best, node)
-        cost = replace(way.cost, pressure_ms=self._pressure_ms(node))
-        return replace(
-            way, node_id=node.node_id, instance_id=node.instance_id, matched_blocks=view.matched_blocks, cost=cost
+        way = self._computed_by(view)
+        slowed_ms = self._slowed_ms(node, (self._request.num_tokens - view.cached_tokens) * view.ms_per_token)
+        if slowed_ms:
+            way = replace(way, cost=replace(way.cost, pressure_ms=way.cost.pressure_ms + slowed_ms))
+        for helper in self.helpers(node)[:1]:  # what tells them apart is theirs alone: the first is best for all
+            remote = self.remote(helper, node)
+            if remote.cost.total_ms < way.cost.total_ms:
+                way = remote
+        step_ms = self._step_ms(node)
+        cost = Cost(
+            way.cost.queue_ms + view.room_ms,
+            way.cost.compute_ms,
+            way.cost.transfer_ms,
+            step_ms,
+            way.cost.pressure_ms + STREAM_STEPS * self._num_requests(node) * step_ms,
         )
+        return Candidate(node.node_id, view.instance_id, view.matched_blocks, cost, way.computed_by, way.num_uncached)
 
     def remote(self, helper: _View, decode: NodeRecord) -> Candidate:
         """A prefill node that computes for `decode`."""
+        way = self._computed_by(helper)
         held = self._views[decode.instance_id].cached_tokens
-        return self._candidate(helper, max(held, helper.cached_tokens), self._transfer_ms(helper, held))
+        own_rate = decode.load.pull_bytes_per_s or self.usual.bytes_per_s
+        moved_ms = (
+            way.cost.transfer_ms + HAND_OVER_MS + self._move_ms(decode, self._request.num_tokens - held, own_rate)
+        )
+        queue_ms = way.cost.queue_ms + helper.room_ms
+        cost = Cost(queue_ms, way.cost.compute_ms, moved_ms, pressure_ms=way.cost.pressure_ms)
+        return Candidate(way.node_id, way.instance_id, way.matched_blocks, cost, way.computed_by, way.num_uncached)
 
-    def _candidate(self, view: _View, cached_tokens: int, transfer_ms: float) -> Candidate:
-        node, num_uncached = view.node, self._request.num_tokens - cached_tokens
-        cost = Cost(view.queue_ms, num_uncached * view.ms_per_token, transfer_ms)
-        return Candidate(node.node_id, node.instance_id, view.matched_blocks, cost, node.instance_id, num_uncached)
+    def _computed_by(self, view: _View) -> Candidate:
+        """Queue, pulled blocks where that is quicker than computing them, and computing.
 
-    def _remote_ms(self, helper: _View, held: int) -> float:
-        num_uncached = self._request.num_tokens - max(held, helper.cached_tokens)
-        return helper.queue_ms + num_uncached * helper.ms_per_token + self._transfer_ms(helper, held)
+        What a pull saves is rated as on the quickest node and the usual link: so blocks on one node never make another
+        one cheaper by more than itself.
+        """
+        if view.instance_id in self._ways:
+            return self._ways[view.instance_id]
+        node, cached = view.node, view.cached_tokens
+        compute_ms, pull_ms = (self._request.num_tokens - cached) * view.ms_per_token, 0.0
+        if (extra := self._reachable(node)[0] * node.card.block_size - cached) > 0:
+            move_ms = HAND_OVER_MS + self._move_ms(node, extra, self.usual.bytes_per_s)
+            saved_ms = extra * 1000.0 / self.usual.most_prefill_tokens_per_s
+            if move_ms < saved_ms:
+                cached, compute_ms, pull_ms = cached + extra, max(compute_ms - saved_ms, 0.0), move_ms
+        num_uncached = self._request.num_tokens - cached
+        cost = Cost(view.queue_ms, compute_ms, pull_ms, pressure_ms=(QUEUE_WEIGHT - 1.0) * view.queue_ms)
+        way = Candidate(node.node_id, view.instance_id, view.matched_blocks, cost, view.instance_id, num_uncached)
+        self._ways[view.instance_id] = way
+        return way
 
-    def _transfer_ms(self, helper: _View, held: int) -> float:
-        return -(-(self._request.num_tokens - held) // helper.node.card.block_size) * TRANSFER_MS_PER_BLOCK
+    def _reachable(self, node: NodeRecord) -> tuple[int, str]:
+        """The most blocks that any node holds which can give them to this one, and which node that is."""
+        if node.card not in self._reach:
+            held = (v for v in self._views.values() if v.matched_blocks and _can_give(v.node, node))
+            best = max(held, key=lambda v: (v.matched_blocks, v.salt), default=None)
+            self._reach[node.card] = (best.matched_blocks, best.instance_id) if best is not None else (0, "")
+        return self._reach[node.card]
+
+    def _helper_ms(self, helper: _View) -> float:
+        return self._computed_by(helper).cost.total_ms + helper.room_ms
+
+    def _move_ms(self, node: NodeRecord, num_tokens: int, bytes_per_s: float) -> float:
+        return -(-num_tokens // node.card.block_size) * node.card.block_bytes * 1e3 / bytes_per_s
 
     def _view(self, node: NodeRecord) -> _View:
-        """The last prompt token is always computed. A node's own word on its queue is a heartbeat old, and ours
-        knows nothing of other gateways: the larger counts."""
+        """The last prompt token is always computed. The queue is what the node has told, and what was sent since."""
         name, size = node.instance_id, node.card.block_size
         salt = hashlib.blake2b(f"{self._request.request_id}/{name}".encode(), digest_size=8).digest()
         matched = min(self._matches.get(name, 0), (self._request.num_tokens - 1) // size)
-        queued = max(node.load.num_waiting_tokens, self._mine(node).num_prompt_tokens)
-        ms_per_token = 1000.0 / (node.load.prefill_tokens_per_s or self._usual_rate)
-        return _View(node, salt, matched, matched * size, queued * ms_per_token, ms_per_token)
+        queued = node.load.num_waiting_tokens + self._mine(node).num_prompt_tokens
+        ms_per_token = 1000.0 / (node.load.prefill_tokens_per_s or self.usual.prefill_tokens_per_s)
+        room_ms = self._room_ms(node, matched)
+        return _View(node, name, salt, matched, matched * size, queued * ms_per_token, ms_per_token, room_ms)
 
-    def _pressure_ms(self, node: NodeRecord) -> float:
-        requests = max(node.load.num_running + node.load.num_waiting, self._mine(node).num_requests)
-        return requests * (node.load.step_ms or DEFAULT_STEP_MS)
+    def _room_ms(self, node: NodeRecord, matched_blocks: int) -> float:
+        """Until blocks for the prompt are free. Streams that run take one block each per `block_size` steps, and in
+        the long run give back as many. A node that has not told its pool's size is taken to have room."""
+        size, load = node.card.block_size, node.load
+        need = -(-self._request.num_tokens // size) - matched_blocks
+        short = need - max(load.accounts.available - matched_blocks, 0)
+        if not load.num_blocks or short <= 0:
+            return 0.0
+        return short * size / max(load.num_running, 1) * self._step_ms(node)
+
+    def _slowed_ms(self, node: NodeRecord, compute_ms: float) -> float:
+        """What a decode node's streams, those to come too, lose to a prompt that is not short. A `both` node has no
+        other way."""
+        if node.role is not Role.DECODE or compute_ms <= SHORT_PROMPT_MS:
+            return 0.0
+        return compute_ms * (1.0 + STREAM_DELAY_WEIGHT * self._num_requests(node))
+
+    def _num_requests(self, node: NodeRecord) -> int:
+        return max(node.load.num_running + node.load.num_waiting, self._mine(node).num_requests)
+
+    def _step_ms(self, node: NodeRecord) -> float:
+        return node.load.step_ms or self.usual.step_ms
 
     def _mine(self, node: NodeRecord) -> InFlight:
         return self._request.in_flight.get(node.instance_id, _NOTHING)
@@ -230,12 +225,15 @@ class _Estimate:
 _NOTHING = InFlight()
 
 
-def _compatible(one: NodeRecord, other: NodeRecord) -> bool:
+def _can_give(peer: NodeRecord, node: NodeRecord) -> bool:
+    """Whether `peer` alone can hand blocks to `node`: same bits, and all of the node's kv-heads."""
+    if node.card == peer.card:
+        return True
     try:
-        one.card.check_compatible(other.card, other.node_id)
+        node.card.check_compatible(peer.card, peer.node_id)
     except LayoutMismatch:
         return False
-    return True
+    return node.card.shared_heads(peer.card) == node.card.kv_heads
 
 
 def _nobody(nodes: Sequence[NodeRecord]) -> Unavailable:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.common.errors import DeadlineExceeded, Internal, KvferryError
+from kvferry.common.log import add_log_field
 from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes
 from kvferry.services.gateway.choice import Piece
 from kvferry.services.gateway.deadline import Deadline
@@ -42,15 +43,18 @@ class Run:
         self._span = service.tracing.start(
             "request", traceparent, job.received_at, gen_ai__request__id=job.request_id, gen_ai__request__n=job.n
         )
+        add_log_field("trace_id", self._span.trace_id)
         self.mailbox = Mailbox()
+        self.ended: RecentRequest | None = None  # what became of it, once it has been left
         self._service = service
         names = [f"{job.response_id}-{number}" for number in range(len(job.prompts))]
         self._prompts = {
-            name: PromptRun(name, prompt, job, service, self.mailbox, self._span)
+            name: PromptRun(name, prompt, job, service, self.mailbox, self._span, decides=name == names[0])
             for name, prompt in zip(names, job.prompts, strict=True)
         }
         self._first_index = {request_id: number * job.n for number, request_id in enumerate(self._prompts)}
         self._num_open = job.num_choices
+        self._first_output_at = [0.0] * job.num_choices
         self._last_output_at = [0.0] * job.num_choices
         self._first: _First | None = None
         self._error: KvferryError | None = None
@@ -79,10 +83,10 @@ class Run:
         self._service.admit(self.mailbox)
         self._deadline.set(self._service.queue_timeout_s - (time.monotonic() - self.job.received_at))
         self.metrics.running.inc(self.job.num_choices)
+        self.metrics.waiting.inc(self.job.num_choices)
         try:
             for prompt in self._prompts.values():
-                self.metrics.prompt_tokens.inc(len(prompt.prompt.token_ids))
-                self.metrics.prompt_length.observe(len(prompt.prompt.token_ids))
+                self.metrics.prompt_accepted(len(prompt.prompt.token_ids), prompt.prompt.sampling, self.job.n)
                 await prompt.submit()
         except BaseException as exc:
             self._leave(exc)
@@ -135,7 +139,7 @@ class Run:
             raise Internal("the decode node ended the request with an error that it did not name")
         index = self._first_index[output.request_id] + output.index
         if not prompt.has_output:
-            self.metrics.cached_tokens.inc(output.cached_tokens)
+            self.metrics.prompt_computed(len(prompt.prompt.token_ids), output)
         prompt.note(output)
         if self._first is None:
             self._first = first = _First(time.monotonic() - self.job.received_at, output.times, output.prefilled_by)
@@ -151,6 +155,9 @@ class Run:
             self._num_open -= 1
             self.metrics.finished[choice.finish_reason].inc()
             self.metrics.running.dec()
+            self.metrics.choice_finished(
+                choice.num_tokens, self._last_output_at[index] - self._first_output_at[index], prompt.times
+            )
             prompt.choice_ended(output.index, by_node=output.finish_reason is not None)
         gained[index] = Piece.join((gained[index], piece)) if index in gained else piece
 
@@ -159,6 +166,9 @@ class Run:
         if last := self._last_output_at[index]:
             gap_s = now - last
             self.metrics.inter_token.observe(gap_s)
+        else:
+            self._first_output_at[index] = now
+            self.metrics.waiting.dec()
         self._last_output_at[index] = now
         self.metrics.generation_tokens.inc(num_tokens)
         self._service.recent.tokens(num_tokens, gap_s)
@@ -171,13 +181,15 @@ class Run:
         reason = FinishReason.ERROR if isinstance(exc, Exception) else FinishReason.ABORT
         self.metrics.finished[reason].inc(self._num_open)
         self.metrics.running.dec(self._num_open)
+        self.metrics.waiting.dec(self._first_output_at.count(0.0))
         self.metrics.e2e.observe(time.monotonic() - self.job.received_at)
         usage = self.usage
         self._span.set(
             gen_ai__usage__prompt_tokens=usage.prompt_tokens, gen_ai__usage__completion_tokens=usage.completion_tokens
         )
         self._span.end(error=exc)
-        self._service.recent.ended(self._recent(usage, exc))
+        self.ended = self._recent(usage, exc)
+        self._service.recent.ended(self.ended)
         return [task for task in left if task is not None]
 
     def _recent(self, usage: Usage, exc: BaseException | None) -> RecentRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,15 +18,18 @@ from kvferry.common.errors import (
 )
 from kvferry.common.nodes import LayoutCard
 from kvferry.common.tracing import Tracing
+from kvferry.services.gateway.decision import log_decision, to_json
 from kvferry.services.gateway.intake import Job
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import Ledger, NodeTable, PrefixLookup
+from kvferry.services.gateway.plan import Plan, RouteRequest
 from kvferry.services.gateway.recent import Recent
-from kvferry.services.gateway.router import Plan, RouteRequest, choose
+from kvferry.services.gateway.router import choose
 from kvferry.services.gateway.sessions import Mailbox, SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
 
 NUM_REMEMBERED_PLANS = 512
+LONGEST_RETRY_S = 60
 
 
 class Service:
@@ -43,6 +47,7 @@ class Service:
         max_num_requests: int,
         max_resumptions: int,
         resume_timeout_s: float,
+        max_ttft_s: float | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.tracing = tracing or Tracing()
@@ -59,6 +64,7 @@ class Service:
         self.mailboxes: set[Mailbox] = set()  # one per request in flight
         self.draining = False
         self._max_num_requests = max_num_requests
+        self._max_ttft_s = max_ttft_s
         self._looked = asyncio.Event()
         self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
 
@@ -69,6 +75,19 @@ class Service:
         if len(self.mailboxes) >= self._max_num_requests:
             raise Overloaded(f"the gateway has {len(self.mailboxes)} requests in flight, its limit: try again shortly")
         self.mailboxes.add(mailbox)
+
+    def check_wait(self, plan: Plan) -> None:
+        """Raises Overloaded when the plan's first token is predicted to come later than `--max-ttft`."""
+        predicted_s = plan.ttft_ms / 1e3
+        if self._max_ttft_s is None or predicted_s <= self._max_ttft_s:
+            return
+        self.metrics.refused_late.inc()
+        retry_s = min(max(math.ceil(predicted_s - self._max_ttft_s), 1), LONGEST_RETRY_S)
+        raise Overloaded(
+            f"the first token would come in about {predicted_s:.1f} s, the limit is {self._max_ttft_s:g} s: "
+            f"try again in {retry_s} s",
+            retry_after_s=retry_s,
+        )
 
     def release(self, mailbox: Mailbox) -> None:
         self.mailboxes.discard(mailbox)
@@ -81,6 +100,7 @@ class Service:
     def remember(self, plan: Plan, job: Job) -> None:
         plans = self._plans.setdefault(job.response_id, [])
         plans.append(plan)
+        log_decision(plan, job.request_id)
         self._plans[job.request_id] = plans
         while len(self._plans) > NUM_REMEMBERED_PLANS:
             self._plans.popitem(last=False)
@@ -88,10 +108,11 @@ class Service:
     def reasons(self, request_id: str) -> list[dict[str, Any]] | None:
         """Why a recent request went where it went, one entry per attempt of each prompt."""
         plans = self._plans.get(request_id)
-        return None if plans is None else [plan.reasons() for plan in plans]
+        return None if plans is None else [plan.reasons() | {"decision": to_json(plan)} for plan in plans]
 
     def table_is_fresh(self) -> None:
-        """Wakes those who wait for a node."""
+        """Wakes those who wait for a node, and settles with the nodes' own reports."""
+        self.ledger.note_reports(self.table.nodes)
         self._looked.set()
         self._looked = asyncio.Event()
 

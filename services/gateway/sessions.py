@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextvars import Context
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,13 +22,12 @@ from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
+from kvferry.services.gateway.breaker import Breakers
 from kvferry.services.rpc.aio import Dial, open_channel
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 from kvferry.services.rpc.errors import from_rpc_error
 
 log = logging.getLogger("kvferry.gateway")
-
-FAILURE_PAUSE_S = 1.0  # a node whose session failed is avoided for so long
 
 
 class Mailbox:
@@ -219,10 +219,9 @@ class SessionPool:
         self.sessions: dict[str, Session] = {}
         self.dial = dial
         self._timeout_s = timeout_s
-        self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.breakers = Breakers(clock)
         self._group = asyncio.TaskGroup()
-        self._failed_at: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -240,35 +239,37 @@ class SessionPool:
         session = self.sessions.get(node.instance_id)
         if session is None or session.has_ended:
             session = self.sessions[node.instance_id] = Session(node, self._timeout_s, self.dial)
-            self._tasks[node.instance_id] = self._group.create_task(self._keep(session))
+            # In a context of its own: it outlives the request that opens it, whose id its lines must not carry.
+            self._tasks[node.instance_id] = self._group.create_task(self._keep(session), context=Context())
+        self.breakers.sent(node.instance_id)
         return session.submit(request, mailbox)
 
     async def _keep(self, session: Session) -> None:
         instance_id = session.node.instance_id
         try:
             error = await session.run()
-            self._failed_at[instance_id] = self._clock()
+            self.breakers.failed(instance_id, lost=True)
             log.warning("session lost: %s", error.message)
         finally:
             if self.sessions.get(instance_id) is session:
                 del self.sessions[instance_id], self._tasks[instance_id]
 
     def failing(self) -> frozenset[str]:
-        """Instances whose session failed a moment ago."""
-        now = self._clock()
-        self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < FAILURE_PAUSE_S}
-        return frozenset(self._failed_at)
+        """Instances that are left alone for now."""
+        return self.breakers.avoided()
 
     def give_up(self, stalled: Iterable[str]) -> None:
         """Ends sessions with nodes that live and get nothing done: their requests go on elsewhere."""
         for instance_id in self.sessions.keys() & set(stalled):
             if self.sessions[instance_id].num_requests:
-                self._failed_at[instance_id] = self._clock()
+                self.breakers.failed(instance_id, lost=True)
                 self._tasks[instance_id].cancel()
 
     def forget_all_but(self, live: Iterable[str]) -> None:
         """Closes sessions with nodes that are gone, once nothing runs on them."""
-        for instance_id in self.sessions.keys() - set(live):
+        here = set(live)
+        self.breakers.forget_all_but(here)
+        for instance_id in self.sessions.keys() - here:
             if not self.sessions[instance_id].num_requests:
                 self._tasks[instance_id].cancel()
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import kvferry
 from kvferry.common.config import Config, load_config
@@ -70,6 +71,12 @@ def _parser() -> Parser:
     top = add("top", _top, "watch a cluster in this terminal")
     top.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (default: %(default)s)")
     top.add_argument("--once", action="store_true", help="show the present state and end")
+    explain = add("explain", _explain, "take a gateway's routing decisions again, and show what they were made of")
+    explain.add_argument("what", help="a gateway's log file, - for standard input, or a request id")
+    explain.add_argument("--request", default=None, help="of a file, only this request's")
+    explain.add_argument("--url", default="http://127.0.0.1:8000", help="gateway to ask (default: %(default)s)")
+    _add_simulate(add("simulate", _simulate, "predict how a fleet would serve a load, to size its pools"))
+    _add_tune(add("tune", _tune, "measure this machine and say what to set for production", _NODE_SECTIONS))
     model = add("model", _prepare, "manage models")
     actions = model.add_subparsers(metavar="ACTION", required=True)
     prepare = actions.add_parser("prepare", help="make a model ready to be served")
@@ -81,8 +88,42 @@ def _parser() -> Parser:
     wait.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: %(default)s)")
     wait.add_argument("--tokenizer-only", action="store_true", help="what a gateway needs")
     wait.set_defaults(run=_wait, parser=wait)
+    keys = add("api-key", _new_api_key, "manage API keys").add_subparsers(metavar="ACTION", required=True)
+    new = keys.add_parser("new", help="make a key: it is printed once, and the line of it to keep")
+    new.add_argument("name", help="whose it is: in logs")
+    new.set_defaults(parser=new)
     add("version", _version, "print the version")
     return parser
+
+
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--nodes", default="2+2", help="fleets to compare: prefill+decode, or nodes that do both: 2+6,4+4,8")
+    add("--rate", default="1.0", help="requests per second, one or several (default: %(default)s)")
+    add("--requests", type=int, default=1000, help="how many (default: %(default)s)")
+    add("--shape", choices=("mooncake", "hot", "burst", "chat"), default="mooncake", help="of a synthetic load")
+    add("--scale", type=float, default=1.0, help="factor for the lengths of its prompts (default: %(default)s)")
+    add("--trace", type=Path, default=None, help="file with a request per line, in Mooncake's form, instead")
+    add("--policy", default="kvferry", help="who chooses nodes: kvferry, random, ..., several, or all")
+    add("--profile", default="smollm2-cpu", help="measured step times (python -m benchmarks step_times), name or file")
+    add("--speed", type=float, default=1.0, help="how many times faster than the profile the nodes are")
+    add("--chunk", type=int, default=None, help="prompt tokens per step (default: the profile's)")
+    add("--blocks", type=int, default=1500, help="KV blocks of 512 tokens in each node (default: %(default)s)")
+    add("--bandwidth", type=float, default=2.5, help="GB/s into each node (default: %(default)s)")
+    add("--pulls", action=argparse.BooleanOptionalAction, default=True, help="nodes pull cached blocks from each other")
+    add("--seed", type=int, default=0, help="of the load and of all dice (default: %(default)s)")
+    add("--plot", type=Path, default=None, help="write a picture of the times to the first token (SVG)")
+    add("--json", type=Path, default=None, help="write the figures")
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--goal", choices=("throughput", "latency"), default="latency", help="of prompt chunks (default: %(default)s)")
+    add("--concurrency", type=int, default=32, help="requests at once per node (default: %(default)s)")
+    add("--tokens-per-request", type=int, default=1024, help="prompt and answer together (default: %(default)s)")
+    add("--prompts", type=Path, default=None, help="sample, one prompt a line (text, or JSON with `prompt`)")
+    add("--write-config", type=Path, default=None, help="write what should change, for --config (TOML)")
+    add("--write-kustomize", type=Path, default=None, help="write what should change, as a patch of the node pools")
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -96,9 +137,14 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _gateway(args: argparse.Namespace) -> int:
+    config = _config(args)
+    if config.gateway.workers > 1 and not config.gateway.listen_fds:
+        from kvferry.services.local.workers import main as workers
+
+        return workers(config)
     from kvferry.services.gateway.app import main as gateway
 
-    return gateway(_config(args))
+    return gateway(config)
 
 
 def _prefill(args: argparse.Namespace) -> int:
@@ -129,6 +175,33 @@ def _top(args: argparse.Namespace) -> int:
     from kvferry.services.local.top import main as top
 
     return top(args.url, once=args.once)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from kvferry.services.local.explain import main as explain
+
+    return explain(args.what, request_id=args.request, url=args.url)
+
+
+def _new_api_key(args: argparse.Namespace) -> int:
+    from kvferry.services.gateway.api_keys import new_key
+
+    key, line = new_key(args.name)
+    print(f"key, shown this once: {key}\nline for --api-keys-file: {line}")
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from kvferry.services.local.simulate.command import main as simulate
+
+    return simulate(args)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from kvferry.services.local.tune import Options
+    from kvferry.services.local.tune import main as tune
+
+    return tune(_config(args), Options.of(args))
 
 
 def _prepare(args: argparse.Namespace) -> int:

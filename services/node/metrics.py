@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.common.config import TransportName
+from kvferry.common.config import EngineConfig, TransportName
 from kvferry.common.errors import BlockCorrupt, DeadlineExceeded, Internal, KvferryError, Overloaded, Unavailable
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.fault_metrics import FaultCollector
@@ -18,7 +18,7 @@ from kvferry.common.requests import FinishReason
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.transfer.base import PullResult
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class _LoadCollector(Collector):
@@ -34,7 +34,7 @@ class _LoadCollector(Collector):
         for name, text, value in (
             ("kvferry:num_requests_running", "Sequences in the running batch.", load.num_running),
             ("kvferry:num_requests_waiting", "Sequences that are not running yet.", load.num_waiting),
-            ("kvferry:num_tokens_waiting", "Prompt tokens that wait to be computed.", load.num_waiting_tokens),
+            ("kvferry:num_tokens_waiting", "Prompt tokens still to be computed.", load.num_waiting_tokens),
             (
                 "kvferry:kv_cache_usage_perc",
                 "Share of blocks not available at once.",
@@ -79,6 +79,18 @@ def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
     }
 
 
+def cache_config_info(config: EngineConfig, card: LayoutCard, num_blocks: int) -> dict[str, str]:
+    """Labels of `kvferry:cache_config_info`; vLLM's names, wherever the blocks lie."""
+    return {
+        "block_size": str(card.block_size),
+        "cache_dtype": card.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "num_gpu_blocks": str(num_blocks),
+        "block_bytes": str(card.block_bytes),
+    }
+
+
 class NodeMetrics:
     def __init__(
         self,
@@ -97,11 +109,18 @@ class NodeMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"kvferry:{name}", text, labels, buckets=buckets, registry=self.registry)
 
+        self.cache_config_info = Info("kvferry:cache_config", "The KV cache of this node.", registry=self.registry)
         self.engine_info = Info("kvferry:engine", "What this node computes with.", registry=self.registry)
         self.generation_tokens = counter("generation_tokens", "Tokens produced.")
         self.prompt_tokens = counter(
             "prompt_tokens_by_source", "Prompt tokens: computed here, found in the cache here, received.", "source"
         )
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache here.")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache here.")
+        self._external_queries = counter(
+            "external_prefix_cache_queries", "Prompt tokens not in the cache here, which other nodes might give."
+        )
+        self._external_hits = counter("external_prefix_cache_hits", "Prompt tokens that other nodes gave.")
         self.preemptions = counter("num_preemptions", "Sequences that gave their blocks back to run again later.")
         self.copied_blocks = counter("kv_blocks_copied", "Half-filled blocks copied because a branch wrote into them.")
         self.requests = counter(
@@ -156,6 +175,10 @@ class NodeMetrics:
         self.prompt_tokens.labels("local_compute").inc(num_computed)
         self.prompt_tokens.labels("local_cache_hit").inc(num_cached)
         self.prompt_tokens.labels("external_kv_transfer").inc(num_received)
+        self._cache_queries.inc(num_computed + num_cached + num_received)
+        self._cache_hits.inc(num_cached)
+        self._external_queries.inc(num_computed + num_received)
+        self._external_hits.inc(num_received)
 
     def note_pulls(self, pulls: Iterable[PullResult], exposed_s: float) -> None:
         """`exposed_s`: how long somebody waited for them with nothing else to do."""

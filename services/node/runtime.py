@@ -18,12 +18,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
+import uvloop
 
 from kvferry.common.config import Config
 from kvferry.common.errors import ConfigError, KvferryError
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.log import setup_logging
 from kvferry.common.nodes import NodeLoad, NodeRecord, Role
+from kvferry.common.stop_signals import stop_signals
 from kvferry.common.tracing import open_tracing
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
@@ -35,7 +37,7 @@ from kvferry.services.node.address import advertised_host, default_node_id
 from kvferry.services.node.context import LoadedNode, NodeContext, NodeService
 from kvferry.services.node.engine_factory import build_engine
 from kvferry.services.node.membership import Membership
-from kvferry.services.node.metrics import NodeMetrics, engine_info
+from kvferry.services.node.metrics import NodeMetrics, cache_config_info, engine_info
 from kvferry.services.node.metrics_server import serve_metrics
 from kvferry.services.rpc.aio import Server, dialer
 from kvferry.services.rpc.errors import to_status
@@ -55,7 +57,8 @@ DRAIN_CHECK_S = 0.05
 def run_node(config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> int:
     """Runs one node until SIGTERM or SIGINT and returns its exit code. Raises StartupError for the CLI to print."""
     setup_logging(config.cluster.log_level, config.cluster.log_format)
-    return asyncio.run(_run(config, role, make_service))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, role, make_service))
 
 
 async def _run(config: Config, role: Role, make_service: Callable[[NodeContext], NodeService]) -> int:
@@ -84,13 +87,12 @@ class NodeRuntime(pb_grpc.NodeServicer):
 
     async def run(self) -> int:
         """Returns 0 after a drain, 1 when the node had to end by itself."""
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(sig, self._stop.set)
         node = self.config.node
         served = dict.fromkeys((self.service.service_name, "Prefill", "Blocks", "Node"))
         names = tuple(f"kvferry.v1.{name}" for name in served)
         server = Server(self._add_servicers, names, self._tls)
         async with AsyncExitStack() as stack:
+            stack.enter_context(stop_signals(self._stop.set, signal.SIGTERM, signal.SIGINT))
             stack.push_async_callback(server.stop, 0.0)
             port = await server.start(node.node_host, node.node_port)
             self._host = await asyncio.to_thread(advertised_host, node, self.config.cluster.redis_url or "")
@@ -185,6 +187,8 @@ class NodeRuntime(pb_grpc.NodeServicer):
             fail_points=self.context.fail_points,
         )
         metrics = NodeMetrics(self._node_load, self.context.fail_points, lambda: puller.links)
+        cache = cache_config_info(self.config.engine, built.card, built.engine.pool.num_blocks)
+        metrics.cache_config_info.info(cache)
         metrics.engine_info.info(engine_info(built.card, built.batch_invariant))
         self.context.loaded = LoadedNode(
             engine=built.engine,
@@ -212,7 +216,8 @@ class NodeRuntime(pb_grpc.NodeServicer):
 
     def _node_load(self) -> NodeLoad:
         loaded = self.context.require_loaded()
-        return replace(loaded.engine.load(), num_leases=loaded.leases.num_open)
+        bytes_per_s = round(loaded.puller.bandwidth.slowest)
+        return replace(loaded.engine.load(), num_leases=loaded.leases.num_open, pull_bytes_per_s=bytes_per_s)
 
     def _held_names(self) -> list[bytes]:
         return self.context.require_loaded().engine.held_names()

@@ -56,6 +56,13 @@ class Bandwidth:
 
     def of(self, instance_id: str) -> float:
         """Measured; of an unknown peer, what the slowest known one does."""
+        return self._fresh().get(instance_id) or self.slowest or START_BYTES_PER_S
+
+    @property
+    def slowest(self) -> float:
+        """0 while none is known."""
+        return min(self._fresh().values(), default=0.0)
+
+    def _fresh(self) -> dict[str, float]:
         now = self._clock()
-        rates = {peer: rate for peer, (rate, at) in self._measured.items() if now - at < _FORGET_S}
-        return rates.get(instance_id) or min(rates.values(), default=START_BYTES_PER_S)
+        return {peer: rate for peer, (rate, at) in self._measured.items() if now - at < _FORGET_S}

@@ -15,12 +15,14 @@ from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import (
     INDEX_PAUSE_S,
     MIN_REFRESH_S,
+    REPORT_AGE_S,
     RETURN_GRACE_S,
     Ledger,
     NodeTable,
     PrefixLookup,
 )
-from kvferry.services.gateway.router import InFlight, RouteRequest, choose
+from kvferry.services.gateway.plan import InFlight, RouteRequest
+from kvferry.services.gateway.router import choose
 from kvferry.services.index.memory import MemoryIndex
 from tests.gateway.fake_decode import CARD
 from tests.gateway.test_router import node
@@ -215,13 +217,34 @@ def test_a_failing_or_hanging_index_costs_one_timeout_and_is_then_left_alone() -
 
 def test_the_ledger_returns_to_nothing_however_often_entries_are_closed() -> None:
     ledger = Ledger()
-    plan = choose(RouteRequest("r", 100), [node("d", Role.DECODE), node("p", Role.PREFILL)], {"i-p": 5})
+    plan = choose(RouteRequest("r", 500), [node("d", Role.DECODE), node("p", Role.PREFILL)], {"i-p": 5})
     entry, other = ledger.open(plan, 3), ledger.open(plan, 1)
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 2 * 20)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 2 * 420)}
     entry.prompt_done()
     entry.prompt_done()
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 20)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 420)}
     entry.close()
     entry.close()
     other.close()
+    assert ledger.in_flight == {}
+
+
+def test_prompt_tokens_count_until_the_nodes_own_report_has_them() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    busy = node("p", Role.PREFILL, num_waiting_tokens=100)
+    nodes = [node("d", Role.DECODE), busy]
+    ledger.note_reports(nodes)
+    plan = choose(RouteRequest("r", 500), nodes, {})
+    assert plan.chosen.computed_by == "i-p"
+    early = ledger.open(plan, 1)
+    clock.now += REPORT_AGE_S
+    late = ledger.open(plan, 1)
+    assert ledger.in_flight["i-p"] == InFlight(0, 1000)
+    ledger.note_reports(nodes)
+    assert ledger.in_flight["i-p"] == InFlight(0, 1000), "the same report again says nothing"
+    ledger.note_reports([nodes[0], replace(busy, load=replace(busy.load, num_waiting_tokens=600))])
+    assert ledger.in_flight["i-p"] == InFlight(0, 500), "the late one was sent after it may have been written"
+    early.close()
+    late.close()
     assert ledger.in_flight == {}

@@ -10,9 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvferry.common.errors import Draining, Unavailable
-from kvferry.common.nodes import NodeLoad, NodeRecord, NodeState, Role
+from kvferry.common.nodes import BlockAccounts, NodeLoad, NodeRecord, NodeState, Role
 from kvferry.common.requests import Holder
-from kvferry.services.gateway.router import InFlight, Plan, RouteRequest, choose
+from kvferry.services.gateway.plan import InFlight, Plan, RouteRequest
+from kvferry.services.gateway.router import choose
 from tests.gateway.fake_decode import CARD
 
 
@@ -129,9 +130,9 @@ def test_the_first_prefill_candidate_stays_first_with_more_cached(
     prefill = [replace(node(f"p{n}", Role.PREFILL), load=load) for n, load in enumerate(prefill_loads)]
     nodes = [node("d", Role.DECODE), *prefill]
     matches = {n.instance_id: data.draw(st.integers(0, 40)) for n in nodes}
-    first = choose(RouteRequest("r", tokens), nodes, matches).prefill[0].instance_id
+    first = choose(RouteRequest("r", tokens), nodes, matches).prefill_candidates[0].instance_id
     more = matches | {first: matches[first] + data.draw(st.integers(1, 40))}
-    assert choose(RouteRequest("r", tokens), nodes, more).prefill[0].instance_id == first
+    assert choose(RouteRequest("r", tokens), nodes, more).prefill_candidates[0].instance_id == first
 
 
 def test_a_cached_prefix_attracts() -> None:
@@ -192,6 +193,68 @@ def test_a_prefill_node_with_another_layout_is_not_offered() -> None:
     assert [c.instance_id for c in plan.prefill] == ["i-q"]
 
 
+def test_a_prefill_node_that_holds_only_some_of_the_heads_is_neither_asked_nor_named() -> None:
+    whole = node("d", Role.DECODE)
+    half = replace(node("half", Role.PREFILL), card=replace(CARD, tp_size=2, tp_rank=1))
+    plan = choose(RouteRequest("r", 1000), [whole, half], {"i-half": 9})
+    assert (plan.prefill, plan.holders) == ((), ())
+    plan = choose(RouteRequest("r", 1000), [replace(half, role=Role.DECODE), node("p", Role.PREFILL)], {"i-p": 9})
+    assert [c.instance_id for c in plan.prefill] == ["i-p"], "one that holds more serves"
+    assert [h.instance_id for h in plan.holders] == ["i-p"]
+
+
+def test_a_slow_link_is_worth_a_longer_queue() -> None:
+    """8 MB of blocks: 8 s by the one node's link, 8 ms by the other's."""
+    slow = node("slow", Role.DECODE, pull_bytes_per_s=1e6)
+    fast = node("fast", Role.DECODE, pull_bytes_per_s=1e9, num_running=20)
+    plan = choose(RouteRequest("r", 16_000), [slow, fast, node("p", Role.PREFILL)], {})
+    assert plan.decode.node_id == "fast"
+    assert plan.prefill
+
+
+def test_a_decode_node_computes_alone_where_prefill_is_the_bottleneck() -> None:
+    decode = node("d", Role.DECODE)
+    free, busy = node("p", Role.PREFILL), node("p", Role.PREFILL, num_waiting_tokens=100_000)
+    assert choose(RouteRequest("r", 2000), [decode, free], {}).chosen.computed_by == "i-p"
+    plan = choose(RouteRequest("r", 2000), [decode, busy], {})
+    assert (plan.chosen.computed_by, plan.prefill) == ("i-d", ())
+    crowded = replace(decode, load=replace(decode.load, num_running=600))
+    assert choose(RouteRequest("r", 2000), [crowded, busy], {}).prefill, "too many streams would wait for it"
+
+
+def test_a_full_pool_is_time_to_wait() -> None:
+    room = NodeLoad(num_blocks=100, accounts=BlockAccounts(free=80, sequence=20), num_running=4, step_ms=20.0)
+    full = replace(room, accounts=BlockAccounts(free=2, sequence=98))
+    nodes = [replace(node("full"), load=full), replace(node("room"), load=replace(room, num_running=5))]
+    plan = choose(RouteRequest("r", 160), nodes, {})
+    assert plan.decode.node_id == "room"
+    worse = plan.decode_candidates[1].cost
+    assert worse.queue_ms == 8 * 16 / 4 * 20.0, "8 blocks are short, and 4 streams give back one each per 16 steps"
+
+
+@given(clusters(), st.integers(1, 3000))
+def test_no_node_starves(cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]], tokens: int) -> None:
+    """Where nothing ever ends, every node that can work gets something in the end."""
+    request, nodes, matches = cluster
+    plan_of(request, nodes, matches)
+    mine = dict(request.in_flight)
+    usable = {n.instance_id for n in nodes if n.state is NodeState.READY and n.instance_id not in request.excluded}
+    hungry = {n.instance_id for n in nodes if n.role is not Role.PREFILL} & usable
+    if any(n.role is Role.DECODE and n.instance_id in usable for n in nodes):
+        hungry |= {n.instance_id for n in nodes if n.role is Role.PREFILL} & usable
+    for number in range(60):
+        if not hungry:
+            return
+        plan = choose(replace(request, request_id=f"r{number}", num_tokens=tokens, in_flight=mine), nodes, matches)
+        decode, by = plan.decode.instance_id, plan.chosen.computed_by
+        hungry -= {decode, by}
+        old = mine.get(decode, InFlight())
+        mine[decode] = InFlight(old.num_requests + 100_000, old.num_prompt_tokens)
+        old = mine.get(by, InFlight())
+        mine[by] = InFlight(old.num_requests, old.num_prompt_tokens + 20_000_000)
+    raise AssertionError(f"{hungry} got nothing")
+
+
 def test_holders_of_any_role_are_named_those_with_most_blocks_first() -> None:
     nodes = [
         node("d", Role.DECODE),
@@ -221,7 +284,13 @@ def test_the_reasons_name_every_candidate_and_their_terms() -> None:
     reasons = plan.reasons()
     assert {c["node_id"] for c in reasons["decode_candidates"]} == {"d", "e"}
     assert reasons["prefill_candidates"][0]["matched_blocks"] == 2
-    assert set(reasons["decode_candidates"][0]["cost"]) == {"queue_ms", "compute_ms", "transfer_ms", "pressure_ms"}
+    assert set(reasons["decode_candidates"][0]["cost"]) == {
+        "queue_ms",
+        "compute_ms",
+        "transfer_ms",
+        "step_ms",
+        "pressure_ms",
+    }
     assert plan.compact().startswith("decode=d prefill=p matched=0 cost_ms=")
 
 

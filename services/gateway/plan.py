@@ -1,0 +1,143 @@
+"""What the router is asked, and what it answers: plain data with its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvferry.common.nodes import NodeRecord, Role
+from kvferry.common.requests import Holder, PrefillCandidate
+
+DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
+DEFAULT_STEP_MS = 20.0
+DEFAULT_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What this gateway has on a node: choices without an end, prompt tokens that its last report cannot know of."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What a node is taken for that has not measured its own: the mean of those that have. And the best of them."""
+
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    step_ms: float = DEFAULT_STEP_MS
+    bytes_per_s: float = DEFAULT_BYTES_PER_S
+    most_prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeRecord]) -> Usual:
+        def mean(measured: Iterable[float], otherwise: float) -> float:
+            known = [value for value in measured if value > 0]
+            return sum(known) / len(known) if known else otherwise
+
+        return cls(
+            mean((n.load.prefill_tokens_per_s for n in nodes), DEFAULT_PREFILL_TOKENS_PER_S),
+            mean((n.load.step_ms for n in nodes if n.role is not Role.PREFILL), DEFAULT_STEP_MS),
+            mean((n.load.pull_bytes_per_s for n in nodes), DEFAULT_BYTES_PER_S),
+            max((n.load.prefill_tokens_per_s for n in nodes), default=0.0) or DEFAULT_PREFILL_TOKENS_PER_S,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """`excluded` are instances not to be used: tried already, or failing. `usual` None: that of the nodes at hand."""
+
+    request_id: str
+    num_tokens: int
+    in_flight: Mapping[str, InFlight] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+    usual: Usual | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted milliseconds. The first four sum to the time to the first token: work that is before this request
+    (and room that it has to wait for), its own uncached tokens, its blocks on their way, one step of the decode node.
+    `pressure_ms` is what this request and those that run on the decode node do to each other."""
+
+    queue_ms: float
+    compute_ms: float
+    transfer_ms: float = 0.0
+    step_ms: float = 0.0
+    pressure_ms: float = 0.0
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.queue_ms + self.compute_ms + self.transfer_ms + self.step_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.ttft_ms + self.pressure_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One node as the router saw it."""
+
+    node_id: str
+    instance_id: str
+    matched_blocks: int
+    cost: Cost
+    computed_by: str  # instance that would compute the rest of the prompt
+    num_uncached: int  # tokens of that rest
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ttft_ms": round(self.cost.ttft_ms, 3), "total_ms": round(self.cost.total_ms, 3)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decision and its reasons. `prefill` is in order of preference; empty: the decode node computes. A short
+    prompt it computes in any case, and takes the others as its way out.
+
+    `holders`: whom leading blocks could be pulled from, those with most first. No cost counts on that.
+    `seen`: the nodes that any of this was decided by, from which the same decision follows again.
+    """
+
+    decode: NodeRecord
+    prefill: tuple[PrefillCandidate, ...]
+    holders: tuple[Holder, ...]
+    chosen: Candidate
+    decode_candidates: tuple[Candidate, ...]
+    prefill_candidates: tuple[Candidate, ...]
+    request: RouteRequest
+    usual: Usual
+    seen: tuple[NodeRecord, ...]
+    matches: Mapping[str, int]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.num_tokens
+
+    @property
+    def ttft_ms(self) -> float:
+        """Predicted."""
+        return self.chosen.cost.ttft_ms
+
+    def compact(self) -> str:
+        """For a response header: `decode=d0 prefill=p0 matched=31 cost_ms=12.5`."""
+        prefill = self.prefill_candidates[0].node_id if self.prefill else "none"
+        cost = f"{self.chosen.cost.total_ms:.1f}"
+        return f"decode={self.decode.node_id} prefill={prefill} matched={self.chosen.matched_blocks} cost_ms={cost}"
+
+    def reasons(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "num_tokens": self.num_tokens,
+            "decode": self.decode.node_id,
+            "prefill": [candidate.instance_id for candidate in self.prefill],
+            "holders": [asdict(holder) for holder in self.holders],
+            "decode_candidates": [candidate.to_dict() for candidate in self.decode_candidates],
+            "prefill_candidates": [candidate.to_dict() for candidate in self.prefill_candidates],
+        }
