@@ -9,7 +9,7 @@ import sys
 from kvferry.common.cores import NODE_ENVIRON
 
 NAMES = ("memory", "batching", "prefix", "serving")
-BY_NAME_ONLY = ("aot", "handover", "kernels", "transfer")
+BY_NAME_ONLY = ("aot", "handover", "index", "kernels", "routing", "simulated", "step_times", "transfer")
 
 
 def main() -> int:

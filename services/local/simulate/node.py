@@ -1,0 +1,217 @@
+"""A simulated node: steps of measured length, a pool with an LRU cache, a queue of prompts, running streams.
+
+What a node does in a step is what ours do: first one token of each stream, then prompt tokens of its queue in order, as
+many as its budget has room for. Time is that of the simulation, in seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, Role
+from kvferry.services.engine.step_times import StepTimes
+from kvferry.services.local.simulate.profile import NodeProfile
+from kvferry.services.local.simulate.trace import BLOCK_TOKENS
+
+MAX_STEP_MS = 100.0
+MIN_CHUNK = 16
+
+
+class Pool:
+    """Blocks that sequences hold, and cached ones that give way to them, the least recently used first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_held = 0
+        self._cached: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def match(self, names: tuple[bytes, ...]) -> int:
+        return next((i for i, name in enumerate(names) if name not in self._cached), len(names))
+
+    def reserve(self, count: int) -> list[bytes] | None:
+        """Names that were evicted for it, or None: there is no room, and nothing has changed."""
+        if self.num_held + count > self.num_blocks:
+            return None
+        self.num_held += count
+        return self._evict()
+
+    def release(self, count: int, names: tuple[bytes, ...]) -> tuple[list[bytes], list[bytes]]:
+        """The sequence's full blocks stay, cached: those that are new, and those evicted for them."""
+        self.num_held -= count
+        return self.keep(names)
+
+    def keep(self, names: tuple[bytes, ...]) -> tuple[list[bytes], list[bytes]]:
+        new = [name for name in names if name not in self._cached]
+        for name in reversed(names):  # children are evicted before their parents
+            self._cached[name] = None
+            self._cached.move_to_end(name)
+        gone = set(evicted := self._evict())
+        return [name for name in new if name not in gone], evicted
+
+    def _evict(self) -> list[bytes]:
+        excess = max(self.num_held + len(self._cached) - self.num_blocks, 0)
+        return [self._cached.popitem(last=False)[0] for _ in range(min(excess, len(self._cached)))]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Tokens `[position, end)` are to be computed. `on_chunk(tokens)` after each step, also after the last."""
+
+    position: int
+    end: int
+    on_chunk: Callable[[int], None]
+
+    @property
+    def left(self) -> int:
+        return self.end - self.position
+
+
+@dataclass(slots=True)
+class _Streams:
+    """Those that run, by the step in which they end."""
+
+    ends: list[tuple[int, int, _Ordered]] = field(default_factory=list)
+    num_positions: int = 0
+
+
+class SimNode:
+    """`wake` whenever there is work: the cluster schedules `step_ends` after what it returns."""
+
+    def __init__(
+        self, node_id: str, role: Role, card: LayoutCard, profile: NodeProfile, pool: Pool, rng: random.Random
+    ) -> None:
+        self.record = NodeRecord(f"i-{node_id}", node_id, role, f"{node_id}:1", "simulated", card, 2**30)
+        self.pool = pool
+        self.prompts: deque[Prompt] = deque()
+        self.waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for room: blocks, and what then
+        self.times = StepTimes()
+        self.step_ms = 0.0
+        self.busy_s = 0.0
+        self.gaps: list[tuple[float, int]] = []  # seconds between two tokens of how many streams
+        self.bytes_per_s = 0.0
+        self._profile = profile
+        self._rng = rng
+        self._streams = _Streams()
+        self._joining: list[tuple[int, int, Callable[[], None], Callable[[], None]]] = []
+        self._number = 0
+        self._serial = 0
+        self._chunks: list[tuple[Prompt, int]] = []
+        self._rate = (0, 0, 0.0)
+        self.is_running = False
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams.ends)
+
+    def load(self) -> NodeLoad:
+        """What a node's heartbeat would say of this instant."""
+        accounts = BlockAccounts(
+            free=self.pool.num_blocks - self.pool.num_held - self.pool.num_cached,
+            cached=self.pool.num_cached,
+            sequence=self.pool.num_held,
+        )
+        return NodeLoad(
+            num_running=self.num_streams + len(self._joining) + len(self._chunks),
+            num_waiting=len(self.waiting) + len(self.prompts) - len(self._chunks),
+            num_waiting_tokens=sum(prompt.left for prompt in self.prompts),
+            num_blocks=self.pool.num_blocks,
+            accounts=accounts,
+            prefill_tokens_per_s=self.times.prefill_tokens_per_s,
+            step_ms=self.step_ms,
+            pull_bytes_per_s=self.bytes_per_s,
+        )
+
+    def join(self, num_tokens: int, num_output: int, on_first: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """A stream whose prompt is here: its first token comes with the next step, its last `num_output - 1` later."""
+        self._joining.append((num_tokens, num_output, on_first, on_end))
+
+    def begin_step(self) -> float | None:
+        """Seconds that the next step takes; None: nothing to do."""
+        streams = self._streams
+        self._chunks, sequences = [], self.num_streams + len(self._joining)
+        budget, prompt_tokens, seen = self._budget(sequences), 0, 0
+        for prompt in self.prompts:
+            if budget <= 0:
+                break
+            count = min(prompt.left, budget)
+            self._chunks.append((prompt, count))
+            seen += count * prompt.position + count * count // 2
+            prompt_tokens, budget = prompt_tokens + count, budget - count
+        self.is_running = bool(sequences or self._chunks)
+        if not self.is_running:
+            return None
+        positions = streams.num_positions + sum(joining[0] for joining in self._joining)
+        self._rate = (prompt_tokens, sequences, self.num_streams)
+        noise = self._profile.draw_noise(self._rng)
+        return self._profile.expected_ms(prompt_tokens, seen, sequences, positions) * noise / 1e3
+
+    def step_ends(self, took_s: float) -> None:
+        """Hands out tokens and chunks."""
+        prompt_tokens, sequences, continuing = self._rate
+        self.times.note(prompt_tokens, sequences, took_s * 1e3)
+        self.step_ms += (0.2 if self.step_ms else 1.0) * (took_s * 1e3 - self.step_ms)
+        self.busy_s += took_s
+        if continuing:
+            self.gaps.append((took_s, int(continuing)))
+        self._end_streams()
+        chunks, self._chunks = self._chunks, []
+        for prompt, count in chunks:
+            prompt.position += count
+            if not prompt.left:
+                self.prompts.remove(prompt)
+            prompt.on_chunk(count)
+
+    def _end_streams(self) -> None:
+        """Streams that were there before the step have one token more; those that joined have their first."""
+        streams, joined = self._streams, self._joining
+        self._joining = []
+        self._number += 1
+        streams.num_positions += self.num_streams
+        while streams.ends and streams.ends[0][0] <= self._number:
+            _, num_positions, ended = heapq.heappop(streams.ends)
+            streams.num_positions -= num_positions
+            ended()
+        for num_tokens, num_output, on_first, on_end in joined:
+            on_first()
+            if num_output <= 1:
+                on_end()
+                continue
+            self._serial += 1
+            last = self._number + num_output - 1
+            streams.num_positions += num_tokens + 1
+            heapq.heappush(streams.ends, (last, num_tokens + num_output, _Ordered(on_end, self._serial)))
+
+    def _budget(self, sequences: int) -> int:
+        most = self._profile.max_num_batched_tokens
+        if self.record.role is Role.PREFILL or not sequences:
+            return most
+        fit = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=True)
+        return min(most, max(fit, MIN_CHUNK)) if fit is not None else 2 * MIN_CHUNK
+
+    def local_limit(self) -> int:
+        """Uncached tokens up to which a decode node computes a prompt itself, whatever the plan says."""
+        measured = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=False)
+        return BLOCK_TOKENS // 8 if measured is None else measured
+
+
+class _Ordered:
+    """A callback that a heap can compare: in the order of their making."""
+
+    __slots__ = ("_call", "_serial")
+
+    def __init__(self, call: Callable[[], None], serial: int) -> None:
+        self._call, self._serial = call, serial
+
+    def __lt__(self, other: _Ordered) -> bool:
+        return self._serial < other._serial
+
+    def __call__(self) -> None:
+        self._call()
