@@ -20,9 +20,8 @@ class PrefixIndex(Protocol):
     async def announce(self, record: NodeRecord, ttl_s: float) -> bool:
         """Registers the node or renews it with a fresh load; it is gone `ttl_s` seconds after the last call.
 
-        True when the store did not know the instance (its first call, or it was gone, or the store was flushed): it
-        then knows no block of it, and the caller stores all its blocks again. A caller that missed an update because
-        `store` or `remove` failed gets the same by calling `withdraw` before the next announce.
+        True when the store does not know the instance (its first call, or it was gone), or has missed some of its
+        updates, or lost some (a flush): it then knows no block of it, and the caller stores all its blocks again.
 
         Announcing a new instance of the same `node_id` removes the older instance at once. Only a different
         `instance_id` counts as new; an older instance that announces again after that is refused with `Unavailable`.
@@ -37,9 +36,11 @@ class PrefixIndex(Protocol):
         ...
 
     async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
-        """The node now holds these blocks. Idempotent. Unknown or dead instances are ignored.
+        """The node now holds these blocks. Idempotent. Instances that this object has not announced are ignored.
 
-        An entry may expire an hour after it was last stored: a node stores again what it still holds and uses.
+        One client speaks for an instance. Updates are applied in the order of its calls, whenever they arrive, and each
+        at most once. One that raised IndexUnavailable may have been applied in part, or be so later, though never after
+        a later one: the caller gives it again. What announce answers tells of updates that got lost without an error.
         """
 
     async def remove(self, instance_id: str, names: Sequence[bytes]) -> None:

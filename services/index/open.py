@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
 from kvferry.common.config import nearest
 from kvferry.common.errors import ConfigError
 from kvferry.services.index.base import PrefixIndex
@@ -11,6 +13,9 @@ SCHEMES = ("memory", "redis", "rediss", "unix")
 
 def open_index(url: str, namespace: str = "kvferry", *, timeout_s: float = 0.5) -> PrefixIndex:
     """`memory://` (this object only), `redis://host:port/db`, `rediss://…` (TLS), `unix:///path/to/socket`.
+
+    `?cluster=true` makes the address one node, or a name of all nodes, of a Redis Cluster; with TLS, redis-py's options
+    go the same way (`?ssl_ca_certs=/ca.pem`).
 
     Connects at the first call, which must come from the event loop that uses the index. Raises ConfigError on an
     address that makes no sense. `timeout_s` bounds every call (of `store` and `remove`: every batch).
@@ -25,5 +30,15 @@ def open_index(url: str, namespace: str = "kvferry", *, timeout_s: float = 0.5) 
 
         return MemoryIndex()
     from kvferry.services.index.redis import RedisIndex
+    from kvferry.services.index.wire import redacted
 
-    return RedisIndex(url, namespace, timeout_s=timeout_s)
+    parts = urlsplit(url)
+    options = parse_qsl(parts.query)
+    asked = dict(options).get("cluster", "false")
+    if asked not in ("true", "false"):
+        raise ConfigError(f"index address {redacted(url)}: cluster={asked!r} must be true or false")
+    if asked == "true" and (scheme == "unix" or parts.path.strip("/") not in ("", "0")):
+        raise ConfigError(f"index address {redacted(url)}: a cluster has database 0 only, and no unix socket")
+    query = urlencode([option for option in options if option[0] != "cluster"])
+    plain = urlunsplit(parts._replace(query=query)) if "cluster" in dict(options) else url
+    return RedisIndex(plain, namespace, timeout_s=timeout_s, is_cluster=asked == "true")

@@ -24,13 +24,18 @@ MAX_CONNECTIONS = 16
 
 
 class RedisWire:
-    def __init__(self, url: str, timeout_s: float) -> None:
+    """`address`: host and port instead of the url's, as a cluster tells them."""
+
+    def __init__(self, url: str, timeout_s: float, address: tuple[str, int] | None = None) -> None:
         try:
             # The pool is only the parser of the address and the maker of connections.
             self._factory = ConnectionPool.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0))
         except ValueError as exc:
             raise ConfigError(f"Redis address {redacted(url)}: {exc}") from exc
         self.where = redacted(url)
+        if address is not None:
+            self._factory.connection_kwargs.update(host=address[0], port=address[1])
+            self.where = f"{address[0]}:{address[1]}"
         self._timeout_s = timeout_s
         self._idle: deque[AbstractConnection] = deque()
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -76,6 +81,10 @@ class RedisWire:
         else:
             self._idle.append(connection)
         return replies
+
+    @property
+    def host(self) -> str:
+        return str(self._factory.connection_kwargs.get("host", "localhost"))
 
     async def aclose(self) -> None:
         self._closed = True

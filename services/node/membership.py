@@ -1,12 +1,14 @@
 """A node's place in the index: announce, renew, publish which blocks it holds, leave.
 
-The index may be away at any time. Then announcing goes on in the background with growing pauses, changes of block
-names wait (net, so at most one entry per name), and after an index that forgot us all held names are published anew.
+The index may be away at any time. Then announcing goes on in the background, before the first time with growing
+pauses; changes of block names wait (net, so at most one entry per name), and after an index that has lost something all
+held names are published anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -38,7 +40,10 @@ class Membership:
             self._dirty.set()
 
     async def renew(self, record: Callable[[], NodeRecord], held_names: Callable[[], Iterable[bytes]]) -> None:
-        """Announces the node until cancelled. Raises Unavailable when a newer instance has taken its place."""
+        """Announces the node until cancelled. Raises Unavailable when a newer instance has taken its place.
+
+        Pauses grow only before the first time: a node that was known is missed from the moment the index is back.
+        """
         retry_s = self._heartbeat_s
         while True:
             try:
@@ -48,7 +53,8 @@ class Membership:
                 self.registered.set()
             except IndexUnavailable as exc:
                 log.warning("cannot register with the index, trying again in %.0f s: %s", retry_s, exc.message)
-                retry_s = min(retry_s * 2, MAX_RETRY_S)
+                if not self.registered.is_set():
+                    retry_s = min(retry_s * 2, MAX_RETRY_S)
             await asyncio.sleep(retry_s)
 
     async def publish_forever(self, instance_id: str) -> None:
@@ -59,13 +65,21 @@ class Membership:
             await asyncio.sleep(PUBLISH_DELAY_S)
             self._dirty.clear()
             batch, self._pending = self._pending, {}
-            try:
-                await self._index.remove(instance_id, [name for name, held in batch.items() if not held])
-                await self._index.store(instance_id, [name for name, held in batch.items() if held])
-            except IndexUnavailable:
+            if not await self._send(instance_id, batch):
                 self._pending = batch | self._pending
                 self._dirty.set()
                 await asyncio.sleep(self._heartbeat_s)
+
+    async def _send(self, instance_id: str, batch: dict[bytes, bool]) -> bool:
+        """Where a part of the index is away, the rest still hears of both. False: not all is known to have arrived."""
+        sent = 0
+        with contextlib.suppress(IndexUnavailable):
+            await self._index.remove(instance_id, [name for name, held in batch.items() if not held])
+            sent += 1
+        with contextlib.suppress(IndexUnavailable):
+            await self._index.store(instance_id, [name for name, held in batch.items() if held])
+            sent += 1
+        return sent == 2
 
     async def leave(self, instance_id: str) -> None:
         """Withdraws the node, if the index answers, and closes the index."""

@@ -32,6 +32,20 @@ def test_an_address_that_makes_no_sense_is_refused_by_name(url):
     assert repr(url) in str(caught.value) or url in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://:secret@h?cluster=yes", "'yes' must be true or false"),
+        ("redis://:secret@h/2?cluster=true", "database 0 only"),
+        ("unix:///tmp/redis.sock?cluster=true", "no unix socket"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused_without_its_password(url, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_index(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_near_miss_is_pointed_out():
     with pytest.raises(ConfigError, match="did you mean 'redis'"):
         open_index("redi://localhost")

@@ -1,4 +1,6 @@
-"""The memory index is the specification: whatever the calls, the Redis index answers the same."""
+"""The memory index is the specification: whatever the calls and whatever the wire does to them, the Redis index answers
+the same. What a node holds is closed under prefix.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from hypothesis import strategies as st
 from kvferry.common.errors import Unavailable
 from kvferry.common.nodes import NodeLoad
 from kvferry.services.index.memory import MemoryIndex
-from kvferry.services.index.redis import RedisIndex, leading_runs
+from kvferry.services.index.redis import RedisIndex
+from kvferry.services.index.runs import leading, packed
 from tests.index.conformance import TTL_S, chain, node
 
 _numbers = itertools.count()
 _instances = st.sampled_from(["a1", "a2", "a3", "b1", "b2"])  # the letter is the node, the digit its life
-_blocks = st.lists(st.integers(0, 11), max_size=12)
 _calls = st.lists(
     st.one_of(
         st.tuples(st.just("announce"), _instances, st.integers(0, 9)),
         st.tuples(st.just("withdraw"), _instances),
-        st.tuples(st.sampled_from(["store", "remove"]), _instances, _blocks),
+        st.tuples(st.sampled_from(["store", "remove"]), _instances, st.integers(0, 12)),
         st.tuples(st.just("match"), st.integers(0, 12)),
         st.tuples(st.just("nodes")),
     ),
@@ -40,8 +42,10 @@ async def _apply(index, call):
                 return "refused"
         case ("withdraw", instance):
             return await index.withdraw(instance)
-        case ("store" | "remove" as method, instance, blocks):
-            return await getattr(index, method)(instance, [chain(12)[i] for i in blocks])
+        case ("store", instance, num_blocks):
+            return await index.store(instance, chain(12)[:num_blocks])
+        case ("remove", instance, num_blocks):  # children before parents
+            return await index.remove(instance, chain(12)[num_blocks:])
         case ("match", num_blocks):
             return await index.match(chain(12)[:num_blocks])
         case _:
@@ -63,13 +67,11 @@ def test_every_sequence_of_calls_gives_the_same_answers(redis_server, calls):
 
 
 @given(
-    holders=st.lists(st.none() | st.lists(st.integers(1, 2**32 - 1) | st.integers(1, 5), max_size=6), max_size=20),
-    live=st.sets(st.integers(1, 5)),
+    ends=st.dictionaries(st.integers(1, 9), st.integers(0, 20)),
+    live=st.sets(st.integers(1, 9)),
+    told=st.sets(st.integers(0, 19)),
 )
-def test_leading_runs_are_what_counting_one_by_one_gives(holders, live):
-    values = [None if h is None else b"".join(n.to_bytes(4, "little") for n in h) for h in holders]
-    expected = {}
-    for number in live:
-        run = next((i for i, held in enumerate(holders) if number not in (held or ())), len(holders))
-        expected |= {number: run} if run else {}
-    assert leading_runs(values, live) == expected
+def test_runs_are_right_as_far_as_the_holders_are_told(ends, live, told):
+    told |= {0, *ends.values(), *(end - 1 for end in ends.values())} - {-1}
+    holders = [(i, b"".join(packed(n) for n, end in sorted(ends.items()) if i < end)) for i in sorted(told)]
+    assert leading(holders, live) == {n: end for n, end in ends.items() if end and n in live}

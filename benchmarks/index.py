@@ -1,0 +1,208 @@
+"""The prefix index in Redis: lookups, updates, memory, and how they grow.
+
+    python -m benchmarks index [--blocks 1000000] [--nodes 64] [--json FILE] [--binary redis-server]
+
+Chains of 2,000 blocks (32,000 tokens) of which neighbours share the first 500, as chats share a system prompt; each is
+held by one node. Answers are compared with the memory index first. A Redis of its own, on a unix socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import redis.asyncio
+import uvloop
+
+from kvferry.common.nodes import LayoutCard, NodeRecord, Role
+from kvferry.services.index.memory import MemoryIndex
+from kvferry.services.index.redis import RedisIndex
+from kvferry.services.local.redis_server import find_redis_server, make_folder, redis_command, redis_url
+
+CHAIN, SHARED = 2000, 500
+BATCH = 1024
+CARD = LayoutCard("fingerprint", "numerics", "bfloat16", 16, 32, 8, 128, "0.1.0")
+TTL_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median and 99th percentile of lookups in ms; updates in blocks per second; memory in bytes per entry."""
+
+    num_blocks: int
+    num_nodes: int
+    lookup_ms: float
+    lookup_p99_ms: float
+    busy_lookup_ms: float
+    updates_per_s: float
+    bytes_per_entry: float
+
+
+class Load:
+    """What each node holds: `chains[i]` is node `i % num_nodes`'s."""
+
+    def __init__(self, num_blocks: int, num_nodes: int) -> None:
+        rng = random.Random(num_blocks)
+        own = CHAIN - SHARED
+        self.shared = [rng.randbytes(16) for _ in range(SHARED)]
+        count = max(round(num_blocks / CHAIN / 2), round((num_blocks - SHARED * num_nodes) / own), 1)
+        self.chains = [self.shared + [rng.randbytes(16) for _ in range(own)] for _ in range(count)]
+        self.nodes = [f"instance-{i}" for i in range(num_nodes)]
+
+    def of(self, node: int) -> list[bytes]:
+        mine = self.chains[node :: len(self.nodes)]
+        return [name for number, names in enumerate(mine) for name in (names[SHARED:] if number else names)]
+
+
+def record(instance: str) -> NodeRecord:
+    return NodeRecord(instance, f"node-{instance}", Role.PREFILL, "127.0.0.1:1", "model", CARD, 131072)
+
+
+@asynccontextmanager
+async def server(binary: Path) -> AsyncIterator[str]:
+    with make_folder() as folder:
+        options = [*redis_command(binary, Path(folder)), "--maxmemory", "0"]
+        process = await asyncio.create_subprocess_exec(*options, stdout=subprocess.DEVNULL)
+        url = redis_url(Path(folder))
+        client = redis.asyncio.from_url(url)
+        try:
+            for _ in range(1000):
+                try:
+                    await client.ping()
+                    break
+                except redis.ConnectionError:
+                    await asyncio.sleep(0.01)
+            yield url
+        finally:
+            await client.aclose()
+            process.kill()
+            await process.wait()
+
+
+async def used_bytes(url: str) -> int:
+    client = redis.asyncio.from_url(url)
+    try:
+        return int((await client.info("memory"))["used_memory"])
+    finally:
+        await client.aclose()
+
+
+async def check(url: str) -> None:
+    """Both indexes answer alike, before anything is measured."""
+    load, memory, tested = Load(20_000, 8), MemoryIndex(), RedisIndex(url, "check", timeout_s=30)
+    for index in (memory, tested):
+        for number, node in enumerate(load.nodes):
+            await index.announce(record(node), TTL_S)
+            await index.store(node, load.of(number))
+        await index.remove(load.nodes[0], load.of(0)[1000:])
+    for names in (*load.chains, load.shared, load.chains[0][::-1]):
+        found, expected = await tested.match(names), await memory.match(names)
+        assert found == expected, f"{found} instead of {expected}"
+    await tested.aclose()
+
+
+async def measure(url: str, num_blocks: int, num_nodes: int, num_lookups: int) -> Row:
+    load = Load(num_blocks, num_nodes)
+    index = RedisIndex(url, f"n{num_blocks}-{num_nodes}", timeout_s=30)
+    for node in load.nodes:
+        await index.announce(record(node), TTL_S)
+    held = [load.of(number) for number in range(num_nodes)]
+    total = sum(map(len, held))
+    before = await used_bytes(url)
+    begun = time.perf_counter()
+    await _store_all(index, load, held)
+    stored_s = time.perf_counter() - begun
+    memory = await used_bytes(url) - before
+    times = await _lookups(index, load.chains, num_lookups)
+    busy = asyncio.create_task(_busy(index, load, held))
+    busy_times = await _lookups(index, load.chains, num_lookups // 4)
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
+    await index.aclose()
+    return Row(
+        total,
+        num_nodes,
+        statistics.median(times),
+        statistics.quantiles(times, n=100)[98],
+        statistics.median(busy_times),
+        total / stored_s,
+        memory / total,
+    )
+
+
+async def _store_all(index: RedisIndex, load: Load, held: list[list[bytes]]) -> None:
+    """All nodes at once, each a batch after the other."""
+    gate = asyncio.Semaphore(8)
+
+    async def store(node: str, names: list[bytes]) -> None:
+        for start in range(0, len(names), BATCH):
+            async with gate:
+                await index.store(node, names[start : start + BATCH])
+
+    await asyncio.gather(*(store(node, names) for node, names in zip(load.nodes, held, strict=True)))
+
+
+async def _busy(index: RedisIndex, load: Load, held: list[list[bytes]]) -> None:
+    """50,000 blocks a second come and go, 256 at a time."""
+    rng = random.Random(1)
+    while True:
+        node = rng.randrange(len(held))
+        names = held[node][-256:]
+        await index.remove(load.nodes[node], names)
+        await index.store(load.nodes[node], names)
+        await asyncio.sleep(512 / 50_000)
+
+
+async def _lookups(index: RedisIndex, chains: list[list[bytes]], count: int) -> list[float]:
+    rng, times = random.Random(2), []
+    for _ in range(count):
+        names = rng.choice(chains)
+        begun = time.perf_counter()
+        found = await index.match(names)
+        times.append(1000 * (time.perf_counter() - begun))
+        assert max(found.values()) >= SHARED
+    return times
+
+
+async def run(binary: Path, num_blocks: int, num_nodes: int, num_lookups: int) -> list[Row]:
+    sizes = [(n, num_nodes) for n in (10_000, 100_000) if n < num_blocks] + [(num_blocks, num_nodes)]
+    sizes += [(num_blocks, n) for n in (8, 512) if n != num_nodes]
+    rows = []
+    for blocks, nodes in sizes:
+        async with server(binary) as url:
+            if not rows:
+                await check(url)
+            rows.append(await measure(url, blocks, nodes, num_lookups))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks index", description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--lookups", type=int, default=400)
+    parser.add_argument("--binary", type=Path, default=None, help="redis-server (default: the one of `kvferry up`)")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args(argv)
+    binary = args.binary or find_redis_server()
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
+    rows = uvloop.run(run(binary, args.blocks, args.nodes, args.lookups))
+    print(f"Redis {version.removeprefix('v=')}, lookups of {CHAIN} blocks; busy: while 50,000 blocks/s come and go\n")
+    print(f"{'entries':>9} {'nodes':>6} {'lookup ms':>10} {'p99':>7} {'busy':>7} {'updates/s':>10} {'bytes/entry':>12}")
+    for r in rows:
+        print(
+            f"{r.num_blocks:9,} {r.num_nodes:6} {r.lookup_ms:10.2f} {r.lookup_p99_ms:7.2f} {r.busy_lookup_ms:7.2f} "
+            f"{r.updates_per_s:10,.0f} {r.bytes_per_entry:12.0f}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"redis": version, "rows": [asdict(r) for r in rows]}, indent=1))
+    return 0

@@ -1,0 +1,91 @@
+"""A real Redis Cluster of three masters on loopback."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+SLOTS = 16384
+_BUS = 10_000  # a node's bus port lies so far above its own
+
+
+def free_ports(count: int) -> list[int]:
+    """Below the ephemeral range, so that nobody's outgoing connection takes one; the bus port is free too."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randint(10_000, 22_000)
+        try:
+            for number in (port, port + _BUS):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", number))
+        except OSError:
+            continue
+        found.append(port)
+    return found
+
+
+class RedisCluster:
+    """Each master has a third of the slots. Nothing is kept on disk but the map of the cluster."""
+
+    def __init__(self, binary: Path, folder: Path) -> None:
+        self._binary, self._folder = binary, folder
+        self.ports = free_ports(3)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for port in self.ports:
+            self.start(port)
+        first, *others = self.ports
+        edges = [0, 5461, 10923, SLOTS]
+        for port, begin, end in zip(self.ports, edges, edges[1:], strict=False):
+            self.admin(port).execute_command("CLUSTER", "ADDSLOTS", *range(begin, end))
+        for port in others:
+            self.admin(first).execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+        self._wait(lambda: all(self._is_whole(port) for port in self.ports))
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.ports[0]}?cluster=true"
+
+    def admin(self, port: int) -> redis.Redis:
+        return redis.Redis(port=port)
+
+    def start(self, port: int) -> None:
+        command = [self._binary, "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", ""]
+        command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(self._folder), "--loglevel", "warning"]
+        command += ["--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
+        self._processes[port] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self._wait(lambda: self._pings(port))
+
+    def kill(self, port: int) -> None:
+        self._processes[port].kill()
+        self._processes[port].wait()
+
+    def stop(self) -> None:
+        for port in self.ports:
+            self.kill(port)
+
+    def master_of(self, slot: int) -> int:
+        return self.ports[0 if slot < 5461 else 1 if slot < 10923 else 2]
+
+    def _pings(self, port: int) -> bool:
+        try:
+            return bool(self.admin(port).ping())
+        except redis.RedisError:
+            return False
+
+    def _is_whole(self, port: int) -> bool:
+        with self.admin(port) as client:
+            slots = client.execute_command("CLUSTER", "SLOTS")
+            info = client.execute_command("CLUSTER", "INFO")
+        state = info["cluster_state"] if isinstance(info, dict) else info.decode()
+        return len(slots) == 3 and (state == "ok" or "cluster_state:ok" in state)
+
+    def _wait(self, condition) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "the Redis Cluster did not come up"
+            time.sleep(0.02)

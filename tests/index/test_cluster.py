@@ -1,0 +1,90 @@
+"""The index in a real Redis Cluster: as in one Redis, and with a master away the rest still tells."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from redis.crc import key_slot
+
+from kvferry.common.errors import IndexUnavailable
+from kvferry.services.index.keys import NUM_TAGS, Keys
+from kvferry.services.index.open import open_index
+from tests.index.conformance import CHECKS, TTL_S, chain, node
+from tests.index.redis_cluster import RedisCluster
+from tests.index.servers import binaries
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def redis_cluster(tmp_path_factory):
+    cluster = RedisCluster(list(binaries().values())[-1], tmp_path_factory.mktemp("redis-cluster"))
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_it_keeps_what_every_index_promises(check, redis_cluster):
+    async def run() -> None:
+        namespace, opened = f"cluster-{next(_numbers)}", []
+
+        def connect():
+            opened.append(open_index(redis_cluster.url, namespace, timeout_s=20))
+            return opened[-1]
+
+        try:
+            await check(connect)
+        finally:
+            for index in opened:
+                await index.aclose()
+
+    asyncio.run(run())
+
+
+def test_every_master_has_the_same_share_of_a_chain():
+    tags = Keys("ns", is_cluster=True).by_tag(chain(4000))
+    assert sorted(key_slot(tag.encode()) * NUM_TAGS // 16384 for tag in tags) == list(range(NUM_TAGS))
+    assert all(150 < len(positions) < 350 for positions in tags.values())
+
+
+@pytest.mark.parametrize("has_the_nodes", [False, True], ids=["of blocks alone", "of the node records"])
+def test_a_master_that_is_killed_and_comes_back_empty(redis_cluster, has_the_nodes):
+    async def run() -> None:
+        namespace = f"cluster-{next(_numbers)}"
+        nodes_at = redis_cluster.master_of(key_slot(namespace.encode()))
+        victim = nodes_at if has_the_nodes else next(port for port in redis_cluster.ports if port != nodes_at)
+        index = open_index(redis_cluster.url, namespace, timeout_s=5)
+        names = chain(200)
+        try:
+            await index.announce(node("a"), TTL_S)
+            await index.store("a", names)
+            assert await index.match(names) == {"a": 200}
+            redis_cluster.kill(victim)
+            found = await index.match(names)
+            assert 190 < found["a"] <= 200
+            assert await index.match(chain(200, salt="unknown")) == {}
+            with pytest.raises(IndexUnavailable):
+                await index.store("a", names)
+            redis_cluster.start(victim)
+            for _ in range(1200):
+                if await _is_known_again(index, names):
+                    break
+                await asyncio.sleep(0.05)  # a heartbeat
+            assert await index.match(names) == {"a": 200}
+        finally:
+            await index.aclose()
+
+    asyncio.run(run())
+
+
+async def _is_known_again(index, names) -> bool:
+    """What a node does with each heartbeat; everything is stored once, when it is asked for."""
+    try:
+        if not await index.announce(node("a"), TTL_S):
+            return False
+        await index.store("a", names)
+    except IndexUnavailable:
+        return False
+    return True
