@@ -95,7 +95,8 @@ class GenerateRequest:
     `resumed` not empty: these choices alone are produced, each from behind its tokens on, which are output like any
     other and are not sent again.
 
-    `holders`, best first: whom leading blocks may be pulled from instead of being computed.
+    `holders`, best first: whom leading blocks may be pulled from instead of being computed. `http_request_id` is what
+    the client knows it by, for logs; all prompts of one HTTP request have the same.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class GenerateRequest:
     holders: tuple[Holder, ...] = ()
     resumed: tuple[ResumedChoice, ...] = ()
     traceparent: str = ""
+    http_request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,9 @@ class RequestOutput:
     Exactly one output per choice carries `finish_reason`; with `error` set it ends the whole request.
     `logprobs` is empty or as long as `token_ids`. `cached_tokens`, `computed_tokens`, `prefilled_by` and `times`
     are set on the first output of each choice: prompt tokens found in a cache, prompt tokens computed for this request
-    anywhere, and the instance that computed them ("" = the decode node itself). `prompt_logprobs` are on the first
-    output of a request that asked for them: one for each prompt token but the first.
+    anywhere, and the instance that computed them ("" = the decode node itself). Of the prompt, the decode node found
+    `local_cached_tokens` in its own cache, received `received_tokens`, and computed the rest. `prompt_logprobs` are on
+    the first output of a request that asked for them: one for each prompt token but the first.
     """
 
     request_id: str
@@ -159,3 +162,5 @@ class RequestOutput:
     prefilled_by: str = ""
     times: RequestTimes = field(default_factory=RequestTimes)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    local_cached_tokens: int = 0
+    received_tokens: int = 0

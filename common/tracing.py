@@ -34,6 +34,11 @@ class Span:
         self._span = span
         self.traceparent = traceparent
 
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits; "" without tracing."""
+        return self.traceparent.split("-")[1] if self._span is not None and self.traceparent else ""
+
     def set(self, **attributes: Value) -> None:
         """Names with `__` stand for dots: `gen_ai__request__id`."""
         if self._span is not None:

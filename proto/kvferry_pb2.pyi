@@ -29,7 +29,7 @@ class Welcome(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed", "http_request_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Submit(_message.Message):
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    HTTP_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -52,7 +53,8 @@ class Submit(_message.Message):
     holders: _containers.RepeatedCompositeFieldContainer[Holder]
     traceparent: str
     resumed: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ...) -> None: ...
+    http_request_id: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., http_request_id: _Optional[str] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids")
@@ -171,7 +173,7 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "error", "cached_tokens", "computed_tokens", "prefilled_by", "times", "prompt_logprobs")
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "error", "cached_tokens", "computed_tokens", "prefilled_by", "times", "prompt_logprobs", "local_cached_tokens", "received_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +187,8 @@ class Output(_message.Message):
     PREFILLED_BY_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -198,7 +202,9 @@ class Output(_message.Message):
     prefilled_by: str
     times: Times
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefilled_by: _Optional[str] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ...) -> None: ...
+    local_cached_tokens: int
+    received_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefilled_by: _Optional[str] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., local_cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs", "rank")
@@ -245,7 +251,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., renew: _Optional[_Union[RenewLease, _Mapping]] = ..., release: _Optional[_Union[ReleaseLease, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "first_block", "card", "priority", "holders", "traceparent", "cached_only")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "first_block", "card", "priority", "holders", "traceparent", "cached_only", "http_request_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +261,7 @@ class PrefillStart(_message.Message):
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HTTP_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
@@ -264,7 +271,8 @@ class PrefillStart(_message.Message):
     holders: _containers.RepeatedCompositeFieldContainer[Holder]
     traceparent: str
     cached_only: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ..., card: _Optional[_Union[LayoutCard, _Mapping]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., cached_only: _Optional[bool] = ...) -> None: ...
+    http_request_id: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ..., card: _Optional[_Union[LayoutCard, _Mapping]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., cached_only: _Optional[bool] = ..., http_request_id: _Optional[str] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ()

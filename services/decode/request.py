@@ -32,6 +32,8 @@ class Request:
     prefilled_by: str = ""
     span: Span = NO_SPAN
     receiving: asyncio.Task[None] | None = None
+    facts: FirstToken | None = None
+    num_output_tokens: int = 0
 
     @classmethod
     def of(cls, spec: GenerateRequest, session: GatewaySession) -> Request:
@@ -53,7 +55,27 @@ class Request:
         """Name of a choice's sequence in the engine, unique over sessions and attempts."""
         return f"{self.session.number}/{self.spec.request_id}/{self.spec.attempt}/{index}"
 
-    def trace_first(self, first: FirstToken) -> None:
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What every line about it carries, on all nodes and gateways alike."""
+        spec = self.spec
+        request_id = spec.http_request_id or spec.request_id
+        return {"request_id": request_id, "prompt_id": spec.request_id, "trace_id": self.span.trace_id}
+
+    @property
+    def summary(self) -> dict[str, str | int]:
+        facts = self.facts
+        return {
+            "prompt_tokens": len(self.spec.prompt_token_ids),
+            "generation_tokens": self.num_output_tokens,
+            "computed_tokens": facts.computed_tokens if facts else 0,
+            "cached_tokens": facts.cached_tokens if facts else 0,
+            "received_tokens": facts.received_tokens if facts else 0,
+            "prefilled_by": self.prefilled_by,
+        }
+
+    def note_first(self, first: FirstToken) -> None:
+        self.facts = first
         begun = first.received_s or first.admitted_s
         self.span.phase("queue", first.arrival_s, first.admitted_s)
         self.span.phase("first_step", begun, first.token_s, computed=first.computed_tokens)
@@ -96,6 +118,8 @@ class Request:
         return replace(
             output,
             computed_tokens=computed,
+            local_cached_tokens=first.cached_tokens,
+            received_tokens=first.received_tokens,
             cached_tokens=max(len(self.spec.prompt_token_ids) - computed, 0),
             prefilled_by=self.prefilled_by if remote else "",
             times=times,

@@ -17,6 +17,7 @@ import grpc
 from kvferry.common.config import Config
 from kvferry.common.errors import BadRequest, Draining, Internal, KvferryError
 from kvferry.common.hashing import root_name
+from kvferry.common.log import log_fields
 from kvferry.common.nodes import Role
 from kvferry.common.requests import GenerateRequest, StructuredOutput
 from kvferry.proto import kvferry_pb2 as pb
@@ -89,10 +90,15 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def _submit(self, session: GatewaySession, spec: GenerateRequest) -> None:
         request = Request.of(spec, session)
-        name = (session.number, spec.request_id, spec.attempt)
         request.span = self._node.tracing.start(
             "decode", spec.traceparent, node=self._node.node_id, request_id=spec.request_id, attempt=spec.attempt
         )
+        with log_fields(**request.log_fields):
+            self._accept(session, request)
+
+    def _accept(self, session: GatewaySession, request: Request) -> None:
+        spec = request.spec
+        name = (session.number, spec.request_id, spec.attempt)
         try:
             if name in self._requests:
                 raise BadRequest(f"request id {spec.request_id!r} is in use", param="request_id")
@@ -107,6 +113,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             self._requests[name] = request
             self._by_key |= {request.key(index): (request, index) for index in request.choices}
         except KvferryError as exc:
+            log.info("%s refused: %s", spec.request_id, exc.message, extra={"ended": exc.code})
             session.push(request.error_output(exc))
             request.span.end(error=exc)
 
@@ -166,12 +173,13 @@ class DecodeService(pb_grpc.DecodeServicer):
     def _on_token(self, request: Request, index: int, token: TokenOutput) -> None:
         request.session.push(request.token_output(index, token))
         metrics = self._node.require_loaded().metrics
+        request.num_output_tokens += 1
         if (first := token.first) is not None:
             metrics.note_prompt(first.computed_tokens, first.cached_tokens, first.received_tokens)
-            request.trace_first(first)
+            request.note_first(first)
         if token.finish_reason is not None:
             metrics.requests.labels(token.finish_reason.value).inc()
-            self._ended(request, index)
+            self._ended(request, index, token.finish_reason.value)
 
     # ---- receiving
 
@@ -206,14 +214,16 @@ class DecodeService(pb_grpc.DecodeServicer):
             first_block=admitted.first_block,
             block_ids=admitted.block_ids,
             span=request.span,
+            http_request_id=request.spec.http_request_id,
         )
-        try:
-            loaded.engine.receive_ended(admitted.key, await receive(self._node, request, wanted))
-        except BadRequest as exc:
-            self._fail(request, exc)
-        except Exception as exc:
-            log.exception("receiving the prompt of %s failed", request.spec.request_id)
-            self._fail(request, Internal(f"receiving the prompt failed: {type(exc).__name__}: {exc}"))
+        with log_fields(**request.log_fields):
+            try:
+                loaded.engine.receive_ended(admitted.key, await receive(self._node, request, wanted))
+            except BadRequest as exc:
+                self._fail(request, exc)
+            except Exception as exc:
+                log.exception("receiving the prompt of %s failed", request.spec.request_id)
+                self._fail(request, Internal(f"receiving the prompt failed: {type(exc).__name__}: {exc}"))
 
     # ---- endings
 
@@ -222,7 +232,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         loaded, begun = self._node.require_loaded(), time.monotonic()
         for index in indexes:
             if index in request.open:
-                self._stop_choice(loaded, request, index)
+                self._stop_choice(loaded, request, index, "abort")
                 loaded.metrics.requests.labels("abort").inc()
         loaded.metrics.cancel_to_free.observe(time.monotonic() - begun)
 
@@ -233,23 +243,27 @@ class DecodeService(pb_grpc.DecodeServicer):
         loaded.metrics.requests.labels("error").inc()
         request.span.set(error=error.code)
         for index in sorted(request.open):
-            self._stop_choice(loaded, request, index)
+            self._stop_choice(loaded, request, index, error.code)
 
-    def _stop_choice(self, loaded: LoadedNode, request: Request, index: int) -> None:
+    def _stop_choice(self, loaded: LoadedNode, request: Request, index: int, reason: str) -> None:
         """A prompt that is being received is closed by its receive, once no copy is in flight."""
-        self._ended(request, index)
+        self._ended(request, index, reason)
         task = request.receiving
         if task is None or index != request.first or request.open:
             loaded.engine.close(request.key(index))
         if task is not None and not request.open and task is not asyncio.current_task():
             task.cancel()
 
-    def _ended(self, request: Request, index: int) -> None:
+    def _ended(self, request: Request, index: int, reason: str) -> None:
+        """`reason`: a finish reason, or an error's code."""
         request.open.discard(index)
         self._by_key.pop(request.key(index), None)
         if not request.open:
             self._requests.pop((request.session.number, request.spec.request_id, request.spec.attempt), None)
             request.span.end()
+            with log_fields(**request.log_fields):
+                said = (request.spec.request_id, reason, len(request.spec.prompt_token_ids), request.num_output_tokens)
+                log.info("%s ended (%s): %d tokens in, %d out", *said, extra=request.summary | {"ended": reason})
 
     async def aclose(self) -> None:
         for request in list(self._requests.values()):

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvferry.common.log import log_fields
 from kvferry.services.gateway.errors import QUIET_PATHS, BodyTooLarge, RequestTimeout
+from kvferry.services.gateway.recent import RecentRequest
 
 log = logging.getLogger("kvferry.access")
 
@@ -36,15 +38,32 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"].encode())]
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
-            took_s = time.monotonic() - started
-            log.log(level, "%s %s %s %.3fs %s", scope["method"], scope["path"], status or "gone", took_s, request_id)
+        with log_fields(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                _log_access(scope, status, time.monotonic() - started, scope["state"]["request_id"])
+
+
+def _log_access(scope: Scope, status: int, took_s: float, request_id: str) -> None:
+    """One line. `ended` in the scope's state says what the nodes did for it. Never the query, a header or a body."""
+    method, path = scope["method"], scope["path"]
+    facts: dict[str, object] = {"method": method, "path": path, "status": status, "duration_s": round(took_s, 6)}
+    ended = scope["state"].get("ended")
+    if isinstance(ended, RecentRequest):
+        facts |= {
+            "prompt_tokens": ended.prompt_tokens,
+            "cached_tokens": ended.cached_tokens,
+            "generation_tokens": ended.output_tokens,
+            "decode_node": ended.decode,
+            "prefill_node": ended.prefill,
+            "ended": ended.ended,
+        }
+    level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+    log.log(level, "%s %s %s %.3fs %s", method, path, status or "gone", took_s, request_id, extra=facts)
 
 
 async def read_body(request: Request, limit_bytes: int, stall_timeout_s: float) -> bytes:

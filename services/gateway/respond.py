@@ -72,6 +72,7 @@ class RunResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not await while_connected(receive, self._answer(scope, receive, send)):
             self._run.metrics.aborted.inc()
+        scope.setdefault("state", {})["ended"] = self._run.ended
         if self._stalled:
             self._run.metrics.stalled.inc()
             if (extension := scope.get("extensions", {}).get(ABORT_EXTENSION)) is not None:

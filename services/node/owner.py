@@ -12,6 +12,7 @@ import grpc
 
 from kvferry.common.errors import Draining, KvferryError, LeaseExpired, TransferFailed, Unavailable
 from kvferry.common.hashing import block_names, root_name
+from kvferry.common.log import log_fields
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.engine.outputs import BlocksOutput, FailedOutput
@@ -101,14 +102,21 @@ class BlockOwner(pb_grpc.PrefillServicer):
             run.events.put_nowait(Draining(f"{self._node.node_id} has shut down"))
 
     async def Run(self, _requests: Any, context: Stream) -> None:  # noqa: N802
+        request = await context.read()
+        if not isinstance(request, pb.PrefillRequest) or not request.HasField("start"):
+            error = TransferFailed("the first message of Prefill.Run must be `start`")
+            await context.write(pb.PrefillReply(error=detail_to_pb(error)))
+            return
+        start = request.start
+        with log_fields(request_id=start.http_request_id or start.request_id, prompt_id=start.request_id):
+            await self._run(start, context)
+
+    async def _run(self, start: pb.PrefillStart, context: Stream) -> None:
         try:
-            request = await context.read()
-            if not isinstance(request, pb.PrefillRequest) or not request.HasField("start"):
-                raise TransferFailed("the first message of Prefill.Run must be `start`")
             loaded = self._node.require_open()
-            loaded.card.check_compatible(card_from_pb(request.start.card), "the reader")
-            open_run = self._open_cached if request.start.cached_only else self._open_prompt
-            run = open_run(loaded, request.start)
+            loaded.card.check_compatible(card_from_pb(start.card), "the reader")
+            open_run = self._open_cached if start.cached_only else self._open_prompt
+            run = open_run(loaded, start)
         except KvferryError as exc:
             await context.write(pb.PrefillReply(error=detail_to_pb(exc)))
             return

@@ -47,6 +47,7 @@ class Wanted:
     holders: tuple[Holder, ...] = ()
     cached_only: bool = False
     span: Span = NO_SPAN
+    http_request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,7 @@ class BlockReader:
             holders=holders_to_pb(wanted.holders),
             cached_only=wanted.cached_only,
             traceparent=wanted.span.traceparent,
+            http_request_id=wanted.http_request_id,
         )
         renewing = asyncio.create_task(stream.renew_every(self._timeouts.renew_s))
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from kvferry.common.config import Config
 from kvferry.common.errors import BadRequest, TransferFailed
 from kvferry.common.hashing import root_name
+from kvferry.common.log import add_log_field, log_fields
 from kvferry.common.nodes import Role
 from kvferry.common.requests import Holder
 from kvferry.proto import kvferry_pb2 as pb
@@ -113,8 +114,10 @@ class _PromptRun(OwnerRun):
         self._forget = forget
         self._pulling: asyncio.Task[None] | None = None
         self._has_ended = False
+        self._summary: dict[str, int] = {}
         self._span = node.tracing.start("prefill", start.traceparent, node=node.node_id, tokens=len(seq.token_ids))
         self._chunk_began_s = 0.0
+        add_log_field("trace_id", self._span.trace_id)
 
     def start_pull(self, admitted: AdmittedOutput) -> asyncio.Task[None]:
         self._pulling = task = asyncio.create_task(self._pull(admitted))
@@ -132,6 +135,7 @@ class _PromptRun(OwnerRun):
         else:
             self._loaded.engine.close(self._seq.key)
         self._loaded.metrics.requests.labels("stop" if done else "abort").inc()
+        self._log_end("stop" if done else "abort")
         self._span.end()
 
     async def _pull(self, admitted: AdmittedOutput) -> None:
@@ -143,13 +147,21 @@ class _PromptRun(OwnerRun):
             first_block=admitted.first_block,
             block_ids=admitted.block_ids,
             span=self._span,
+            http_request_id=self._start.http_request_id,
         )
         num_blocks = admitted.first_block
-        try:
-            num_blocks += sum(got.num_blocks for got in await pull_cached(self._node, wanted, self._holders))
-        except Exception:
-            log.exception("pulling for %s failed, computing it all", self._start.request_id)
+        start, trace_id = self._start, self._span.trace_id
+        request_id = start.http_request_id or start.request_id
+        with log_fields(request_id=request_id, prompt_id=start.request_id, trace_id=trace_id):
+            try:
+                num_blocks += sum(got.num_blocks for got in await pull_cached(self._node, wanted, self._holders))
+            except Exception:
+                log.exception("pulling for %s failed, computing it all", start.request_id)
         self._loaded.engine.receive_ended(admitted.key, num_blocks)
+
+    def _log_end(self, how: str) -> None:
+        facts = self._summary | {"prompt_tokens": len(self._seq.token_ids), "ended": how}
+        log.info("%s ended (%s): %d tokens", self._start.request_id, how, len(self._seq.token_ids), extra=facts)
 
     def _pull_ended(self, _: asyncio.Task[None]) -> None:
         """Also for a task that was cancelled before it began."""
@@ -177,6 +189,11 @@ class _PromptRun(OwnerRun):
     def _computed(self, blocks: BlocksOutput) -> pb.PrefillComputed:
         computed = len(self._seq.token_ids) - blocks.cached_tokens - blocks.received_tokens
         self._loaded.metrics.note_prompt(computed, blocks.cached_tokens, blocks.received_tokens)
+        self._summary = {
+            "computed_tokens": computed,
+            "cached_tokens": blocks.cached_tokens,
+            "received_tokens": blocks.received_tokens,
+        }
         return pb.PrefillComputed(
             cached_tokens=blocks.cached_tokens,
             computed_tokens=computed,

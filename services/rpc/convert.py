@@ -25,6 +25,7 @@ def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
         holders=holders_to_pb(request.holders),
         traceparent=request.traceparent,
         resumed=[pb.ResumedChoice(index=c.index, token_ids=c.token_ids) for c in request.resumed],
+        http_request_id=request.http_request_id,
     )
 
 
@@ -41,6 +42,7 @@ def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
         holders=holders_from_pb(msg.holders),
         traceparent=msg.traceparent,
         resumed=tuple(rq.ResumedChoice(c.index, tuple(c.token_ids)) for c in msg.resumed),
+        http_request_id=msg.http_request_id,
     )
 
 
@@ -123,6 +125,8 @@ def output_to_pb(o: rq.RequestOutput) -> pb.Output:
         computed_tokens=o.computed_tokens,
         prefilled_by=o.prefilled_by,
         prompt_logprobs=map(logprobs_to_pb, o.prompt_logprobs),
+        local_cached_tokens=o.local_cached_tokens,
+        received_tokens=o.received_tokens,
     )
     if o.error_code:
         msg.error.CopyFrom(pb.ErrorDetail(code=o.error_code, message=o.error_message, param=o.error_param))
@@ -152,6 +156,8 @@ def output_from_pb(m: pb.Output) -> rq.RequestOutput:
         prefilled_by=m.prefilled_by,
         times=rq.RequestTimes(t.queue_s, t.prefill_s, t.transfer_s, t.first_step_s),
         prompt_logprobs=tuple(map(logprobs_from_pb, m.prompt_logprobs)),
+        local_cached_tokens=m.local_cached_tokens,
+        received_tokens=m.received_tokens,
     )
 
 

@@ -368,9 +368,9 @@ def test_one_line_says_what_went_on_where_and_why(gateway_log: list[logging.LogR
         assert (await setup.complete(PROMPT, max_tokens=12, n=2)).status_code == 200
         (record,) = (record for record in gateway_log if record.getMessage().startswith("request goes on"))
         first, second = (next(n for n in setup.nodes if r in n.submitted) for r in submissions(setup))
-        facts = {name: vars(record)[name] for name in ("request_id", "attempt", "from_node", "to_node", "num_tokens")}
+        facts = {name: vars(record)[name] for name in ("prompt_id", "attempt", "from_node", "to_node", "num_tokens")}
         assert facts == {
-            "request_id": submissions(setup)[0].request_id,
+            "prompt_id": submissions(setup)[0].request_id,
             "attempt": 1,
             "from_node": first.node_id,
             "to_node": second.node_id,
