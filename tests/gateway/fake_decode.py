@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import grpc
 
 from kvferry.common.errors import Internal, KvferryError
 from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role
-from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput, RequestTimes, TokenLogprobs
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import Server
@@ -52,6 +52,8 @@ class Behaviour:
     drop_after: int | None = None  # tokens of each choice before the session breaks
     num_bad_attempts: int = 1000  # of each request; later ones meet no error, silence or break
     cached_tokens: int = 0
+    received_tokens: int = 0
+    times: RequestTimes = field(default_factory=RequestTimes)
     ignore_cancel: bool = False
     ghosts: Callable[[GenerateRequest], Sequence[RequestOutput]] = lambda request: ()  # sent before the first output
 
@@ -228,6 +230,9 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
                     finish_reason=(FinishReason.STOP if stopped else FinishReason.LENGTH) if is_last else None,
                     stop_token_id=piece[-1] if stopped and piece[-1] == self.behaviour.stop_token_id else None,
                     cached_tokens=self.behaviour.cached_tokens if first else 0,
+                    local_cached_tokens=self.behaviour.cached_tokens if first else 0,
+                    received_tokens=self.behaviour.received_tokens if first else 0,
+                    times=self.behaviour.times if first else RequestTimes(),
                     prompt_logprobs=_prompt_logprobs(request) if first and index == min(answers) else (),
                 )
             )

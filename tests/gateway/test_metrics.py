@@ -1,0 +1,70 @@
+"""The numbers of one request add up, over all metrics that tell of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.common.requests import RequestTimes
+from tests.gateway.fake_decode import Behaviour, FakeDecode
+from tests.gateway.harness import Setup, eventually, gateway, run
+
+IDS = list(range(40, 60))
+TIMES = RequestTimes(queue_s=1.0, prefill_s=2.0, transfer_s=0.5, first_step_s=0.25)
+
+
+def test_the_times_and_tokens_of_a_request_add_up() -> None:
+    async def scenario(setup: Setup) -> None:
+        assert (await setup.complete(IDS, max_tokens=5, n=2)).status_code == 200
+        for name, count in (
+            ("request_generation_tokens", 2),
+            ("request_decode_time_seconds", 2),
+            ("request_inference_time_seconds", 2),
+            ("request_time_per_output_token_seconds", 2),
+            ("request_prompt_tokens", 1),
+            ("request_params_n", 1),
+            ("request_params_max_tokens", 1),
+            ("inter_token_latency_seconds", 8),
+        ):
+            assert setup.metric(f"{name}_count") == count, name
+        decode_s = setup.metric("request_decode_time_seconds_sum")
+        assert decode_s > 0
+        assert decode_s == pytest.approx(setup.metric("inter_token_latency_seconds_sum"))
+        assert setup.metric("request_time_per_output_token_seconds_sum") == pytest.approx(decode_s / 4)
+        assert setup.metric("request_inference_time_seconds_sum") == pytest.approx(2 * 2.75 + decode_s)
+        assert setup.metric("request_generation_tokens_sum") == setup.metric("generation_tokens_total") == 10
+        assert setup.metric("request_prompt_tokens_sum") == setup.metric("prompt_tokens_total") == len(IDS)
+        assert (setup.metric("request_params_n_sum"), setup.metric("request_params_max_tokens_sum")) == (2, 5)
+
+    run(gateway(FakeDecode(Behaviour(step_s=0.01, times=TIMES))), scenario)
+
+
+def test_prompt_tokens_by_source_sum_to_the_prompt() -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.complete(IDS, max_tokens=2, n=2)
+        sources = {"local_cache_hit": 4, "external_kv_transfer": 10, "local_compute": len(IDS) - 14}
+        for source, num_tokens in sources.items():
+            assert setup.metric("prompt_tokens_by_source_total", source=source) == num_tokens, source
+        assert sum(sources.values()) == setup.metric("prompt_tokens_total")
+
+    run(gateway(FakeDecode(Behaviour(cached_tokens=4, received_tokens=10))), scenario)
+
+
+def test_choices_wait_until_their_first_token_and_no_longer_than_the_request() -> None:
+    async def scenario(setup: Setup) -> None:
+        silent = asyncio.create_task(setup.complete(IDS, n=3))
+        await eventually(lambda: setup.nodes[0].num_running == 1)
+        assert (setup.metric("num_requests_running"), setup.metric("num_requests_waiting")) == (3, 3)
+        setup.nodes[0].behaviour = Behaviour(hang_after=1)
+        begun = asyncio.create_task(setup.complete(IDS, n=2))
+        await eventually(lambda: setup.metric("generation_tokens_total") == 2)
+        assert (setup.metric("num_requests_running"), setup.metric("num_requests_waiting")) == (5, 3)
+        for task in (silent, begun):
+            task.cancel()
+        await asyncio.gather(silent, begun, return_exceptions=True)
+        await eventually(lambda: setup.metric("num_requests_running") == 0)
+        assert setup.metric("num_requests_waiting") == 0
+        assert setup.metric("request_generation_tokens_count") == 0, "none of them has finished"
+
+    run(gateway(FakeDecode(Behaviour(hang_after=0)), over_port=True), scenario)
