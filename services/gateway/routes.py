@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import kvferry
 from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import Draining, KvferryError, Unavailable
+from kvferry.services.gateway.api_keys import Tenant
 from kvferry.services.gateway.asgi import read_body
+from kvferry.services.gateway.chat_writer import ChatWriter
 from kvferry.services.gateway.cluster import ClusterView
 from kvferry.services.gateway.intake import Intake, Job
+from kvferry.services.gateway.metrics import exposition
 from kvferry.services.gateway.openai import (
     ChatRequest,
     CompletionRequest,
@@ -25,13 +29,16 @@ from kvferry.services.gateway.openai import (
     Generation,
     TokenizeRequest,
 )
+from kvferry.services.gateway.openapi import document
 from kvferry.services.gateway.page import Page
 from kvferry.services.gateway.respond import RunResponse
-from kvferry.services.gateway.responses import ChatWriter, CompletionWriter
+from kvferry.services.gateway.responses import CompletionWriter
 from kvferry.services.gateway.run import Run
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.shape import Shape
 
+ADMIN_PATHS = frozenset({"/", "/cluster", "/cluster/live", "/debug/route/{request_id}", "/metrics"})
+SHARED_PATHS = frozenset({"/health", "/ready", "/version"})
 LARGE_BODY_BYTES = 64 * 2**10  # larger ones are parsed off the event loop
 
 T = TypeVar("T", bound=Shape)
@@ -55,7 +62,8 @@ class Routes:
         self._page = Page.load()
         self._created = int(time.time())
 
-    def install(self, app: FastAPI) -> None:
+    def install(self, app: FastAPI, admin: FastAPI | None = None) -> None:
+        """`admin`: the app that operators reach and clients do not, if these are two."""
         for method, path, handler in (
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
@@ -65,34 +73,55 @@ class Routes:
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
             ("GET", "/ready", self.ready),
+            ("GET", "/ping", self.health),
+            ("POST", "/ping", self.health),
+            ("GET", "/load", self.load),
             ("GET", "/version", self.version),
+            ("GET", "/openapi.json", self.openapi),
             ("GET", "/metrics", self.metrics),
             ("GET", "/cluster", self.cluster),
             ("GET", "/cluster/live", self.cluster_live),
             ("GET", "/", self.page),
             ("GET", "/debug/route/{request_id}", self.route),
         ):
-            app.add_api_route(path, handler, methods=[method], response_model=None)
+            shown_by = {app if path not in ADMIN_PATHS else admin, admin if path in SHARED_PATHS else None}
+            for each in (app,) if admin is None else filter(None, shown_by):
+                each.add_api_route(path, handler, methods=[method], response_model=None)
 
     # ---- generation
 
     async def completions(self, request: Request) -> Response:
         body = await self._parse(CompletionRequest, request)
-        job = await self._intake.completion(body, f"cmpl-{secrets.token_hex(16)}", request.state.request_id)
-        usage = _wants_usage(body)
-        writer = CompletionWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
+        job = await self._intake.completion(body, f"cmpl-{secrets.token_hex(16)}", _request_id(body, request))
+        writer = CompletionWriter(
+            job.response_id,
+            self._model,
+            self._service.tokenizer,
+            include_usage=_wants_usage(body),
+            prompt_ids=_prompt_ids(body, job),
+        )
         return self._run(body, job, writer, request)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._parse(ChatRequest, request)
-        job = await self._intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}", request.state.request_id)
-        usage = _wants_usage(body)
-        writer = ChatWriter(job.response_id, self._model, self._service.tokenizer, include_usage=usage)
+        job = await self._intake.chat(body, f"chatcmpl-{secrets.token_hex(16)}", _request_id(body, request))
+        writer = ChatWriter(
+            job.response_id,
+            self._model,
+            self._service.tokenizer,
+            include_usage=_wants_usage(body),
+            prompt_ids=_prompt_ids(body, job),
+            new_parser=self._intake.tool_parser(body),
+        )
         return self._run(body, job, writer, request)
 
     def _run(self, body: Generation, job: Job, writer: ChatWriter | CompletionWriter, request: Request) -> Response:
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        if tenant is not None:
+            job = replace(job, cache_salt=tenant.salted(job.cache_salt))
+        run = request.state.run = Run(self._service, job, request.headers.get("traceparent", ""))
         return RunResponse(
-            Run(self._service, job, request.headers.get("traceparent", "")),
+            run,
             writer,
             stream=body.stream,
             include_usage=_wants_usage(body),
@@ -140,6 +169,10 @@ class Routes:
         """Alive, whatever the cluster does."""
         return _json({"status": "ok"})
 
+    async def load(self, request: Request) -> Response:
+        """vLLM's: requests in flight here."""
+        return _json({"server_load": len(self._service.mailboxes)})
+
     async def ready(self, request: Request) -> Response:
         """A request sent now could be served."""
         if self._service.draining:
@@ -151,8 +184,13 @@ class Routes:
     async def version(self, request: Request) -> Response:
         return _json({"version": kvferry.__version__})
 
+    async def openapi(self, request: Request) -> Response:
+        asks_for_key = bool(self._config.api_keys or self._config.api_keys_file)
+        return _json(document(kvferry.__version__, asks_for_key=asks_for_key))
+
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        page = await asyncio.to_thread(exposition, self._service.metrics.registry)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def cluster(self, request: Request) -> Response:
         return _json(await self._view.state())
@@ -169,7 +207,8 @@ class Routes:
         reasons = self._service.reasons(request_id)
         if reasons is None:
             raise PlanNotFound(
-                f"no recent request {request_id!r}: only the last ones are remembered", param="request_id"
+                f"no recent request {request_id!r}: only the last ones are remembered, by the process that served them",
+                param="request_id",
             )
         return _json({"request_id": request_id, "plans": reasons})
 
@@ -180,6 +219,19 @@ class Routes:
 
 def _wants_usage(body: Generation) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _request_id(body: Generation, request: Request) -> str:
+    """The header goes before the field. What it comes to is also answered and logged."""
+    if body.request_id is not None and "x-request-id" not in request.headers:
+        request.state.request_id = body.request_id
+    request_id: str = request.state.request_id
+    return request_id
+
+
+def _prompt_ids(body: Generation, job: Job) -> list[tuple[int, ...]] | None:
+    """Each choice's prompt, where the client wants to see token ids."""
+    return [prompt.token_ids for prompt in job.prompts for _ in range(job.n)] if body.return_token_ids else None
 
 
 def _json(data: Any) -> Response:

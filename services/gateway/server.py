@@ -7,13 +7,16 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import ConfigError
+from kvferry.common.stop_signals import stop_signals
+from kvferry.services.gateway.http_tls import HttpTls
 from kvferry.services.gateway.respond import ABORT_EXTENSION
 
 log = logging.getLogger("kvferry.gateway")
@@ -23,8 +26,11 @@ KEEP_ALIVE_S = 75  # for the next request, or the rest of a header
 AFTER_DRAIN_S = 5.0  # for the last events to leave
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError naming the address when it cannot be had."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared`: one that others may be bound beside, and that does not listen yet.
+
+    Raises ConfigError naming the address when it cannot be had.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -32,14 +38,39 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}", param="host") from exc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        listener.listen(LISTEN_BACKLOG)
+        if not shared:
+            listener.listen(LISTEN_BACKLOG)
     except OSError as exc:
         listener.close()
         hint = ": is the port in use?" if port else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}{hint}", param="port") from exc
     listener.setblocking(False)
     return listener
+
+
+def addresses(config: GatewayConfig) -> list[tuple[str, int]]:
+    """Where the API is served, and then admin-port's address, if there is one."""
+    api = (config.host, config.port)
+    return [api] if config.admin_port is None else [api, (config.admin_host, config.admin_port)]
+
+
+def open_listeners(config: GatewayConfig) -> list[socket.socket]:
+    """The API's socket, then admin-port's if there is one; inherited, or bound. Raises ConfigError."""
+    wanted = addresses(config)
+    if not config.listen_fds:
+        return [bind(host, port) for host, port in wanted]
+    if len(config.listen_fds) != len(wanted):
+        raise ConfigError(f"listen_fds {config.listen_fds}: expected {len(wanted)} sockets", param="listen_fds")
+    try:
+        listeners = [socket.socket(fileno=fd) for fd in config.listen_fds]
+    except OSError as exc:
+        raise ConfigError(f"listen_fds {config.listen_fds}: {exc.strerror}", param="listen_fds") from exc
+    for listener in listeners:
+        listener.setblocking(False)
+    return listeners
 
 
 class _Protocol(HttpToolsProtocol):
@@ -80,7 +111,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: Any, drain_s: float) -> uvicorn.Config:
+def uvicorn_config(app: Any, drain_s: float, tls: HttpTls | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=_Protocol,
@@ -89,6 +120,7 @@ def uvicorn_config(app: Any, drain_s: float) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        ssl_context_factory=None if tls is None else lambda config, default: tls.context,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(drain_s + AFTER_DRAIN_S),
         backlog=LISTEN_BACKLOG,
@@ -100,15 +132,18 @@ async def serve(
     listener: socket.socket,
     *,
     drain_s: float,
+    tls: HttpTls | None = None,
     on_ready: Callable[[], None],
     on_drain: Callable[[], None],
     on_grace_over: Callable[[], None],
+    admin: tuple[Any, socket.socket] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then: `on_drain`, no new connections, `drain_s` for what runs, `on_grace_over`.
 
-    A second signal ends the grace period at once.
+    A second signal ends the grace period at once. `admin`: an app that is served on its own port beside it, a drain
+    included.
     """
-    server = Server(uvicorn_config(app, drain_s), on_ready)
+    server = Server(uvicorn_config(app, drain_s, tls), on_ready)
     loop = asyncio.get_running_loop()
     grace: list[asyncio.TimerHandle] = []
 
@@ -121,12 +156,27 @@ async def serve(
         else:
             on_grace_over()
 
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, stop)
+    with stop_signals(stop, signal.SIGTERM, signal.SIGINT):
+        try:
+            async with _beside(admin):
+                await server.serve(sockets=[listener])
+        finally:
+            for timer in grace:
+                timer.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _beside(admin: tuple[Any, socket.socket] | None) -> AsyncIterator[None]:
+    if admin is None:
+        yield
+        return
+    app, listener = admin
+    config = uvicorn_config(app, 0.0)
+    config.lifespan = "off"
+    server = Server(config, lambda: None)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await server.serve(sockets=[listener])
+        yield
     finally:
-        for timer in grace:
-            timer.cancel()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(sig)
+        server.should_exit = True
+        await serving

@@ -70,7 +70,7 @@ def _help(info: FieldInfo) -> str:
     described = info.description or ""
     if info.default is None:
         return described
-    default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
+    default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
     return f"{described} (default: {default})".strip()
 
 
@@ -91,6 +91,6 @@ def config_environ(config: Config, base: Mapping[str, str] | None = None) -> dic
         for field, info in cls.model_fields.items():
             value = getattr(getattr(config, section), field)
             if value != info.default:
-                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 environ[f"KVFERRY_{section}__{field}".upper()] = text
     return environ
