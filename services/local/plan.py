@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.common.config import Config
+from kvferry.common.config import Config, GatewayConfig
 from kvferry.common.cores import NODE_ENVIRON, available_cores
 from kvferry.common.errors import ConfigError, IndexUnavailable
 from kvferry.common.nodes import Role
@@ -86,7 +87,7 @@ def _node_program(config: Config, role: Role) -> Program:
     return Program(
         name=str(node.node_id),
         command=(*CLI, str(role)),
-        is_ready=_serving(join(node.node_host, node.node_port), dialer(Tls.of(config.cluster))),
+        is_ready=serving(join(node.node_host, node.node_port), dial(config)),
         environ=environ,
         niceness=PREFILL_NICENESS if role is Role.PREFILL else 0,
         grace_s=node.drain_s + GRACE_S,
@@ -94,11 +95,11 @@ def _node_program(config: Config, role: Role) -> Program:
 
 
 def gateway_program(config: Config) -> Program:
-    url = f"{gateway_url(config)}/ready"
+    url, tls = f"{gateway_url(config)}/ready", _own_tls(config.gateway)
 
     async def is_ready() -> bool:
         try:
-            async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False, verify=tls) as client:
                 return (await client.get(url)).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
@@ -107,13 +108,27 @@ def gateway_program(config: Config) -> Program:
     return Program("gateway", (*CLI, "gateway"), is_ready, environ, grace_s=config.node.drain_s + GRACE_S)
 
 
+def _own_tls(config: GatewayConfig) -> ssl.SSLContext | bool:
+    """To ask our own gateway on this machine, whatever name is in its certificate, which is also ours to show."""
+    if config.ssl_certfile is None:
+        return True
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as exc:
+        raise ConfigError(f"HTTPS cannot use {config.ssl_certfile}: {exc}", param="ssl_certfile") from exc
+    return context
+
+
 def gateway_url(config: Config) -> str:
     """Where this machine reaches the gateway: an address to listen on is not always one to connect to."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.gateway.host, config.gateway.host)
-    return f"http://{join(host, config.gateway.port)}"
+    scheme = "http" if config.gateway.ssl_certfile is None else "https"
+    return f"{scheme}://{join(host, config.gateway.port)}"
 
 
-def _serving(address: str, dial: Dial) -> Callable[[], Awaitable[bool]]:
+def serving(address: str, dial: Dial) -> Callable[[], Awaitable[bool]]:
     async def is_ready() -> bool:
         # A new channel each time: an old one would wait longer and longer before it tries again.
         async with dial(address) as channel:
@@ -125,6 +140,10 @@ def _serving(address: str, dial: Dial) -> Callable[[], Awaitable[bool]]:
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     return is_ready
+
+
+def dial(config: Config) -> Dial:
+    return dialer(Tls.of(config.cluster))
 
 
 def join(host: str, port: int) -> str:
