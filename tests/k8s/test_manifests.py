@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from kvferry.common.config import Config, load_config
 from kvferry.services.local import cli
+from kvferry.services.rpc import probe as rpc_probe
 from tests.k8s.manifests import (
     OVERLAYS,
     ROOT,
@@ -25,6 +27,7 @@ from tests.k8s.manifests import (
 )
 
 VERSIONS = ("1.31", "1.37")
+TLS_SECRET = "kvferry-rpc-tls"  # made by whoever makes certificates
 CUSTOM = {"ServiceMonitor", "PrometheusRule"}  # of the Prometheus operator: no schema in Kubernetes itself
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -81,6 +84,8 @@ def test_what_refers_to_something_finds_it(overlay: str) -> None:
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
+            if (secret := volume.get("secret", {}).get("secretName")) is not None:
+                assert secret in {*secrets, TLS_SECRET}
         for container in containers(template):
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
             assert all(source["configMapRef"]["name"] in maps for source in container.get("envFrom", ()))
@@ -110,8 +115,48 @@ def test_probes_and_the_grace_period_fit_what_the_process_does(overlay: str) -> 
             ]
         else:
             assert ports == {"grpc": config.node.node_port, "metrics": config.node.metrics_port}
-            assert container["readinessProbe"]["grpc"] == {"port": config.node.node_port}
-            assert container["livenessProbe"]["grpc"] == {"port": config.node.node_port, "service": "liveness"}
+            assert _asked(container["startupProbe"]) == _asked(container["readinessProbe"])
+            assert _asked(container["readinessProbe"]) == (config.node.node_port, "")
+            assert _asked(container["livenessProbe"]) == (config.node.node_port, "liveness")
+            has_tls = config.cluster.rpc_tls_cert is not None
+            kinds = [{"grpc", "exec"} & set(container[f"{kind}Probe"]) for kind in ("startup", "readiness", "liveness")]
+            assert kinds == [{"exec" if has_tls else "grpc"}] * 3, "the kubelet's gRPC probes know no TLS"
+
+
+def _asked(probe: Object) -> tuple[int, str]:
+    """Port and service of gRPC's health."""
+    if "grpc" in probe:
+        return probe["grpc"]["port"], probe["grpc"].get("service", "")
+    *command, target = probe["exec"]["command"]
+    assert command == ["python", "-m", rpc_probe.__name__]
+    url = urlsplit(target)
+    assert (url.scheme, url.hostname) == ("grpc", "127.0.0.1")
+    return int(url.port or 0), url.path.removeprefix("/")
+
+
+def test_secrets_are_mounted_where_the_configuration_looks_for_them() -> None:
+    templates = dict(pods("secured"))
+    for name in ("gateway", "prefill", "decode"):
+        spec = templates[name]["spec"]
+        (container,) = spec["containers"]
+        cluster = load_config(environ=environ("secured", container, Pod("pod-0", "10.0.0.1"))).cluster
+        keys = {"tls.crt": cluster.rpc_tls_cert, "tls.key": cluster.rpc_tls_key, "ca.crt": cluster.rpc_tls_ca}
+        for key, path in keys.items():
+            assert _mounted(spec, container, str(path)) == (TLS_SECRET, key), name
+    spec = templates["gateway"]["spec"]
+    (container,) = spec["containers"]
+    gateway = load_config(environ=environ("secured", container, Pod("pod-0", "10.0.0.1"))).gateway
+    secret, key = _mounted(spec, container, str(gateway.api_keys_file))
+    assert key in of_kind("secured", "Secret")[secret]["stringData"]
+
+
+def _mounted(spec: Object, container: Object, path: str) -> tuple[str, str]:
+    """The Secret and its key that the container's process finds at `path`."""
+    folder, _, key = path.rpartition("/")
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == folder)
+    assert "subPath" not in mount, "such a mount never changes"
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == mount["name"])
+    return volume["secret"]["secretName"], key
 
 
 @each_overlay
