@@ -59,6 +59,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as exc:
             raise ModelLoadError(f"the model's chat template does not parse: line {exc.lineno}: {exc.message}") from exc
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     def render(
         self,

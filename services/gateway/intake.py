@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.common.config import nearest
@@ -27,9 +28,12 @@ from kvferry.services.gateway.openai import (
     Generation,
     TokenizeRequest,
 )
+from kvferry.services.gateway.prompt_limits import Terms, max_tokens_of, truncated
 from kvferry.services.gateway.prompt_text import PromptText, align
 from kvferry.services.gateway.structured import compile_structured
 from kvferry.services.gateway.tokenizer import Tokenizer
+from kvferry.services.gateway.tool_parsers import PARSERS, ToolCallParser, ToolFormat
+from kvferry.services.gateway.tools import compile_tools
 
 LONG_TEXT_CHARS = 4000  # longer ones are worth a thread
 
@@ -43,17 +47,6 @@ class PromptJob:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     shown: PromptText | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """What the prompts of one request have in common. `param`: the field that they come from."""
-
-    limit: int
-    default_max_tokens: int
-    bad_words: tuple[tuple[int, ...], ...]
-    param: str
-    structured: StructuredOutput | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +71,25 @@ class Intake:
     """Makes jobs. Methods raise BadRequest, ModelNotFound or Unavailable."""
 
     def __init__(
-        self, tokenizer: Tokenizer, table: NodeTable, model: str, defaults: GenerationConfig | None = None
+        self,
+        tokenizer: Tokenizer,
+        table: NodeTable,
+        model: str,
+        defaults: GenerationConfig | None = None,
+        tool_form: ToolFormat | None = None,
     ) -> None:
+        """`tool_form`: how the model writes calls of its own accord; None: it is not known to."""
         self._tokenizer = tokenizer
         self._table = table
         self._model = model
         self._defaults = defaults or GenerationConfig()
+        self._tool_form = tool_form
 
     async def completion(self, body: CompletionRequest, response_id: str, request_id: str) -> Job:
         received_at = time.monotonic()
         self._check(body)
         limit = await self._limit()
-        terms = _Terms(
+        terms = Terms(
             limit, DEFAULT_MAX_TOKENS, await self._bad_words(body.bad_words), "prompt", await _structured(body)
         )
         prompts = [await self._ids(prompt, limit, body) for prompt in body.prompts]
@@ -105,20 +105,20 @@ class Intake:
         limit = await self._limit()
 
         def encode() -> list[int]:
-            text = self._tokenizer.render(
-                body.messages,
-                tools=body.tools or None,
-                add_generation_prompt=body.add_generation_prompt,
-                variables=body.template_variables,
-            )
+            text = self._render(body, body.messages)
             if body.truncate_prompt_tokens is None:
                 self._check_chars(text, limit, "messages")
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
         ids = await _off_loop(encode, _num_chars(body.messages))
-        terms = _Terms(limit, limit, await self._bad_words(body.bad_words), "messages", await _structured(body))
+        bad_words, structured = await self._bad_words(body.bad_words), await self._chat_structured(body)
+        terms = Terms(limit, limit, bad_words, "messages", structured)
         job = self._prompt_job(body, ids, terms)
         return _job(body, (job,), response_id, request_id, received_at)
+
+    def tool_parser(self, body: ChatRequest) -> Callable[[], ToolCallParser] | None:
+        """Makes what reads the calls in a choice's text; None: all of it is content."""
+        return partial(PARSERS[self._form], body.may_call) if body.may_call else None
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)
@@ -127,9 +127,7 @@ class Intake:
         messages = body.messages or []
 
         def encode() -> list[int]:
-            text = self._tokenizer.render(
-                messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
-            )
+            text = self._render(body, messages)
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
         return await _off_loop(encode, _num_chars(messages))
@@ -148,6 +146,50 @@ class Intake:
             raise BadRequest(f"{param}: token id {wrong} is outside the vocabulary [0, {size})", param=param)
 
     # ---- inside
+
+    def _render(self, body: ChatRequest | TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> str:
+        text = self._tokenizer.render(
+            messages,
+            tools=[tool.raw for tool in body.offered] or None,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.template_variables,
+        )
+        if not body.continue_final_message:
+            return text
+        last = messages[-1]["content"].strip()
+        at = text.rfind(last)
+        if at < 0:
+            raise BadRequest(
+                "continue_final_message: the chat template does not show the last message as it is",
+                param="continue_final_message",
+            )
+        return text[: at + len(last)]
+
+    @property
+    def _form(self) -> ToolFormat:
+        """In which calls are written; one that the model must make is held to it even where it knows none."""
+        return self._tool_form or "llama3_json"
+
+    async def _chat_structured(self, body: ChatRequest) -> StructuredOutput | None:
+        """What the output is held to. A call that must be made goes before a form of the content."""
+        if not body.may_call:
+            return await _structured(body)
+        if body.structured_outputs is not None:
+            raise BadRequest(
+                "structured_outputs is not supported beside tools that may be called: use response_format",
+                param="structured_outputs",
+            )
+        if body.choice.is_demand:
+            return await asyncio.to_thread(compile_tools, body, self._form)
+        if self._tool_form is None:
+            raise BadRequest(
+                'tools with tool_choice "auto" is not supported for this model, whose calls have no form that is known '
+                'to this server (its --tool-call-parser): use "required", one function by name, or "none"',
+                param="tools",
+            )
+        if await _structured(body) is None or body.response_format is None:
+            return None
+        return await asyncio.to_thread(compile_tools, body, self._form, body.response_format.schema_of_content)
 
     def _check(self, body: Generation) -> None:
         self.check_model(body.model)
@@ -181,10 +223,10 @@ class Intake:
         return tuple(dict.fromkeys(await _off_loop(encode, sum(map(len, spelled)))))
 
     def _prompt_job(
-        self, body: Generation, ids: Sequence[int], terms: _Terms, prompt: Prompt = "", echo: bool = False
+        self, body: Generation, ids: Sequence[int], terms: Terms, prompt: Prompt = "", echo: bool = False
     ) -> PromptJob:
-        kept = _truncated(body, ids, terms.limit)
-        max_tokens = _max_tokens(body, len(kept), terms, self._defaults.max_new_tokens)
+        kept = truncated(body, ids, terms.limit)
+        max_tokens = max_tokens_of(body, len(kept), terms, self._defaults.max_new_tokens)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         sampling = body.sampling(max_tokens=max_tokens, seed=seed, bad_words=terms.bad_words, defaults=self._defaults)
         sampling = replace(sampling, structured=terms.structured)
@@ -224,43 +266,9 @@ def _job(
         stop_token_ids=tuple(body.stop_token_ids),
         logprobs=body.num_logprobs,
         only_prompt=only_prompt,
+        return_token_ids=body.return_token_ids,
     )
     return Job(response_id, request_id, prompts, body.n, text, body.cache_salt, body.priority, received_at)
-
-
-def _truncated(body: Generation, ids: Sequence[int], limit: int) -> Sequence[int]:
-    """The last `truncate_prompt_tokens` of the prompt; -1: as many as leave room for the completion."""
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return ids
-    if keep > limit:
-        raise BadRequest(
-            f"truncate_prompt_tokens: must be -1 or from 1 to {limit}, the model's context length; got {keep}",
-            param="truncate_prompt_tokens",
-        )
-    return ids[-max(limit - (body.token_limit or 1), 1) :] if keep == -1 else ids[-keep:]
-
-
-def _max_tokens(body: Generation, num_tokens: int, terms: _Terms, cap: int | None) -> int:
-    """Checks lengths. What the client asked for must fit; our own default is cut to what is left."""
-    limit, param = terms.limit, terms.param
-    if not num_tokens:
-        raise BadRequest(f"{param}: the prompt has no tokens", param=param)
-    room, asked = limit - num_tokens, body.token_limit
-    if room < 1 or (asked or 0) > room:
-        completion = f" and {asked} of completion" if asked is not None else ""
-        raise ContextTooLong(
-            f"this model's maximum context length is {limit} tokens; the request has {num_tokens} tokens of prompt"
-            f"{completion}: shorten the {param} or the completion",
-            param=param if room < 1 else "max_tokens",
-        )
-    max_tokens = min(terms.default_max_tokens, room) if asked is None else max(asked, 1)
-    max_tokens = max_tokens if cap is None else min(max_tokens, cap)
-    if body.min_tokens > max_tokens:
-        raise BadRequest(
-            f"min_tokens must not exceed max_tokens, {max_tokens}; got {body.min_tokens}", param="min_tokens"
-        )
-    return max_tokens
 
 
 def _num_chars(messages: Sequence[dict[str, Any]]) -> int:

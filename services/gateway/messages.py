@@ -1,4 +1,4 @@
-"""Prompts, chat messages and tools as clients write them -> the plain form that the rest of the gateway uses.
+"""Prompts and chat messages as clients write them -> the plain form that the rest of the gateway uses.
 
 Written by hand where pydantic's unions would answer with a list of everything that might have been meant.
 """
@@ -6,8 +6,10 @@ Written by hand where pydantic's unions would answer with a list of everything t
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Never
+
+import orjson
 
 from kvferry.common.errors import BadRequest
 
@@ -70,7 +72,7 @@ def _message(message: object, at: str) -> dict[str, Any]:
                 _refuse(f"{at}.{key}", "must be a string")
             result[key] = value
     if tool_calls:
-        result["tool_calls"] = tool_calls
+        result["tool_calls"] = _tool_calls(tool_calls, f"{at}.tool_calls")
     return result
 
 
@@ -97,30 +99,25 @@ def _part(part: object, at: str) -> str:
     return text
 
 
-def check_tools(tools: Sequence[object], choice: object) -> None:
-    """Raises BadRequest on tools that are malformed or contradict `tool_choice`, and on any that would be called."""
-    names = [_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-    if not isinstance(choice, Mapping) and choice not in (None, "none", "auto", "required"):
-        _refuse("tool_choice", f"must be none, auto, required or a function, got {reprlib.repr(choice)}")
-    if choice not in (None, "none") and not names:
-        _refuse("tool_choice", "needs tools")
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        named = function.get("name") if isinstance(function, Mapping) else None
-        if choice.get("type") != "function" or not isinstance(named, str):
-            _refuse("tool_choice", 'must look like {"type": "function", "function": {"name": …}}')
-        if named not in names:
-            _refuse("tool_choice", f"names {reprlib.repr(named)}, which is not in tools")
-    if names and choice != "none":
-        _refuse("tools", 'with tool_choice other than "none" is not supported')
+def _tool_calls(calls: Sequence[object], at: str) -> list[dict[str, Any]]:
+    """As templates want them: the arguments as an object, not as text."""
+    return [_tool_call(call, f"{at}[{number}]") for number, call in enumerate(calls)]
 
 
-def _tool_name(tool: object, at: str) -> str:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        _refuse(at, 'must look like {"type": "function", "function": {"name": …}}')
-    return name
+def _tool_call(call: object, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(at, 'must look like {"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
+    if not isinstance(call.get("id", ""), str):
+        _refuse(f"{at}.id", "must be a string")
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed: object = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        _refuse(f"{at}.function.arguments", f"must be a JSON object as text, got {reprlib.repr(arguments)}")
+    return {**call, "type": "function", "function": {**function, "arguments": parsed}}
 
 
 def _refuse(at: str, why: str) -> Never:

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from kvferry.common.errors import BadRequest
-from kvferry.services.gateway.messages import Prompt, check_tools, parse_messages, parse_prompts
+from kvferry.services.gateway.messages import Prompt, parse_messages, parse_prompts
 from kvferry.services.gateway.sampling_fields import MAX_LOGPROBS, SamplingFields
 from kvferry.services.gateway.shape import Shape
 from kvferry.services.gateway.structured import ResponseFormat, StructuredOutputs, check_one_constraint
+from kvferry.services.gateway.tools import ToolFields, check_tools
 
 MAX_N = 128
 MAX_CHOICES = 1024
@@ -30,7 +31,6 @@ DEFAULT_MAX_TOKENS = 16
 # Field -> the values that mean "off". Anything else is refused by name.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": ([],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "guided_json": (),
@@ -51,7 +51,6 @@ _UNSUPPORTED_CHAT = _UNSUPPORTED | {
     "web_search_options": (),
     "verbosity": ("medium",),
     "echo": (False,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
@@ -82,6 +81,8 @@ class Generation(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = Field("", max_length=256)
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}\z")
+    return_token_ids: bool = False
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -153,16 +154,15 @@ class CompletionRequest(Generation):
         return prompts
 
 
-class ChatRequest(Generation):
+class ChatRequest(Generation, ToolFields):
     unsupported = _UNSUPPORTED_CHAT
 
     messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: TokenCount | None = None
-    tools: list[Any] = Field([])
-    tool_choice: Any = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
 
@@ -170,7 +170,8 @@ class ChatRequest(Generation):
     def _chat_fields_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
-        check_tools(self.tools, self.tool_choice)
+        check_tools(self)
+        _check_continued(self)
         return self
 
     @property
@@ -188,7 +189,20 @@ class ChatRequest(Generation):
         return effort | self.chat_template_kwargs
 
 
-class TokenizeRequest(Shape):
+def _check_continued(body: ChatRequest | TokenizeRequest) -> None:
+    """The last message can be gone on with, or a new one be begun."""
+    if not body.continue_final_message:
+        return
+    if body.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt false: the model cannot do both",
+            param="continue_final_message",
+        )
+    if not (body.messages and body.messages[-1]["content"].strip()):
+        raise BadRequest("continue_final_message: the last message has no text", param="continue_final_message")
+
+
+class TokenizeRequest(ToolFields):
     """vLLM's `/tokenize`: either `prompt` or `messages`."""
 
     model: str | None = Field(None, max_length=MAX_NAME_CHARS)
@@ -196,6 +210,7 @@ class TokenizeRequest(Shape):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field({})
     return_token_strs: bool = False
 
@@ -203,7 +218,12 @@ class TokenizeRequest(Shape):
     def _one_form(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
+        _check_continued(self)
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
 
 
 class DetokenizeRequest(Shape):

@@ -1,4 +1,4 @@
-"""What clients get back: OpenAI's response objects, whole and as server-sent events.
+"""What clients get back: OpenAI's response objects, whole and as server-sent events (chats: `chat_writer.py`).
 
 One writer per request. The parts of an event that never change are encoded once; per token only the text is.
 """
@@ -17,7 +17,7 @@ from kvferry.services.gateway.choice import Piece, TokenEntry
 from kvferry.services.gateway.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,23 @@ class Writer(Protocol):
         """The last event where the client asked for usage: no choices."""
 
 
-class _Base:
+class BaseWriter:
+    """What both endpoints' writers have in common."""
+
     object_whole: str
     object_chunk: str
 
-    def __init__(self, response_id: str, model: str, tokenizer: Tokenizer, *, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool = False,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """`prompt_ids`: each choice's prompt, where the client wants token ids."""
+        self._prompt_ids = prompt_ids
         self._head: dict[str, Any] = {
             "id": response_id,
             "object": self.object_whole,
@@ -72,12 +84,26 @@ class _Base:
     def usage_event(self, usage: Usage) -> bytes:
         return _event(self._chunk_head | {"choices": [], "usage": usage.to_dict()})
 
-    def _chunk(self, index: int, content: Mapping[str, Any], piece: Piece, logprobs: Any, usage: Usage | None) -> bytes:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-        if piece.finish_reason is not None:
+    def _chunk(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        piece: Piece,
+        logprobs: Any,
+        usage: Usage | None,
+        *,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        """`finish_reason` goes before the piece's own."""
+        finish_reason = finish_reason or piece.finish_reason
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **self._ids(piece)}
+        if finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         tail = self._null_usage if usage is None else {"usage": usage.to_dict()}
         return _event(self._chunk_head | {"choices": [choice]} | tail)
+
+    def _ids(self, piece: Piece) -> dict[str, Any]:
+        return {} if self._prompt_ids is None else {"token_ids": piece.token_ids}
 
     def _prompt_logprobs(self, entries: Sequence[TokenEntry]) -> list[dict[str, Any] | None] | None:
         """vLLM's field: for each token of the prompt its own log-probability and the best ones, by token id."""
@@ -88,7 +114,7 @@ class _Base:
         ranked += [(other, logprob, rank) for rank, (other, logprob) in enumerate(logprobs.top, 1) if other != token_id]
         return {
             str(token_id): {
-                "logprob": max(logprob, _LOWEST_LOGPROB),
+                "logprob": max(logprob, LOWEST_LOGPROB),
                 "rank": rank,
                 "decoded_token": self._tokenizer.token_text(token_id),
             }
@@ -96,60 +122,21 @@ class _Base:
         }
 
 
-class ChatWriter(_Base):
-    object_whole = "chat.completion"
-    object_chunk = "chat.completion.chunk"
-
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
-        shown = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._logprobs(piece.entries),
-                "finish_reason": piece.finish_reason,
-                "stop_reason": piece.stop_reason,
-            }
-            for index, piece in enumerate(choices)
-        ]
-        tail = {"usage": usage.to_dict(), "system_fingerprint": None}
-        return orjson.dumps(
-            self._head | {"choices": shown, "prompt_logprobs": self._prompt_logprobs(choices[0].prompt)} | tail
-        )
-
-    def opening(self, num_choices: int) -> bytes:
-        role = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(self._chunk(index, role, Piece(), None, None) for index in range(num_choices))
-
-    def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        if piece.finish_reason is None and not piece.entries and usage is None:
-            if not piece.text:
-                return b""
-            return b'%b%d,"delta":{"content":%b}%b' % (self._prefix, index, orjson.dumps(piece.text), self._suffix)
-        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
-        return self._chunk(index, {"delta": delta}, piece, self._logprobs(piece.entries), usage)
-
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
-        if not entries:
-            return None
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
-
-    def _entry(self, entry: TokenEntry) -> dict[str, Any]:
-        assert entry.logprobs is not None, "a chat has no entries of its prompt"
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.logprobs.top]
-        return self._token(entry.token_id, entry.logprobs.logprob) | {"top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token_id)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LOWEST_LOGPROB),
-            "bytes": list(raw),
-        }
-
-
-class CompletionWriter(_Base):
+class CompletionWriter(BaseWriter):
     object_whole = "text_completion"
     object_chunk = "text_completion"
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool = False,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(response_id, model, tokenizer, include_usage=include_usage, prompt_ids=prompt_ids)
+        self._begun: set[int] = set()  # choices whose prompt's ids have been told
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         shown = [
@@ -159,6 +146,7 @@ class CompletionWriter(_Base):
                 "logprobs": self._logprobs(piece.entries),
                 "finish_reason": piece.finish_reason,
                 "stop_reason": piece.stop_reason,
+                **self._ids_of(index, piece),
                 "prompt_logprobs": self._prompt_logprobs(piece.prompt),
             }
             for index, piece in enumerate(choices)
@@ -169,18 +157,25 @@ class CompletionWriter(_Base):
         return b""
 
     def event(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        if piece.finish_reason is None and not piece.entries and usage is None:
+        if piece.finish_reason is None and not piece.entries and usage is None and self._prompt_ids is None:
             if not piece.text:
                 return b""
             return b'%b%d,"text":%b%b' % (self._prefix, index, orjson.dumps(piece.text), self._suffix)
-        return self._chunk(index, {"text": piece.text}, piece, self._logprobs(piece.entries), usage)
+        shown = {"text": piece.text} | ({} if index in self._begun else self._ids_of(index, piece))
+        self._begun.add(index)
+        return self._chunk(index, shown, piece, self._logprobs(piece.entries), usage)
+
+    def _ids_of(self, index: int, piece: Piece) -> dict[str, Any]:
+        if self._prompt_ids is None:
+            return {}
+        return {"prompt_token_ids": self._prompt_ids[index]} | self._ids(piece)
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         if not entries:
             return None
         return {
             "tokens": [self._token(entry.token_id) for entry in entries],
-            "token_logprobs": [e.logprobs and max(e.logprobs.logprob, _LOWEST_LOGPROB) for e in entries],
+            "token_logprobs": [e.logprobs and max(e.logprobs.logprob, LOWEST_LOGPROB) for e in entries],
             "top_logprobs": [e.logprobs and self._top(e.token_id, e.logprobs) for e in entries],
             "text_offset": [entry.offset for entry in entries],
         }
@@ -191,7 +186,7 @@ class CompletionWriter(_Base):
         known = {candidate for candidate, _ in logprobs.top}
         for candidate, logprob in (*logprobs.top, *(((token_id, logprobs.logprob),) if token_id not in known else ())):
             name = self._token(candidate)
-            top[name if name not in top else f"token_id:{candidate}"] = max(logprob, _LOWEST_LOGPROB)
+            top[name if name not in top else f"token_id:{candidate}"] = max(logprob, LOWEST_LOGPROB)
         return top
 
     def _token(self, token_id: int) -> str:

@@ -75,6 +75,11 @@ class ResponseFormat(Shape):
             raise BadRequest("response_format.json_schema is required", param="response_format.json_schema")
         return self
 
+    @property
+    def schema_of_content(self) -> dict[str, Any]:
+        """Meaningless for text."""
+        return self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
+
 
 class StructuredOutputs(Shape):
     """vLLM's field: exactly one constraint. A grammar is Lark, or GBNF where it has `::=`."""
@@ -137,21 +142,20 @@ def _compile(response_format: ResponseFormat | None, structured: StructuredOutpu
         return _from_structured_outputs(structured)
     if response_format is None or response_format.type == "text":
         return None
-    if response_format.json_schema is None:
-        return _from_schema({"type": "object"}, "response_format")
-    return _from_schema(response_format.json_schema.schema_, "response_format.json_schema.schema")
+    param = "response_format" if response_format.json_schema is None else "response_format.json_schema.schema"
+    return _from_schema(response_format.schema_of_content, param)
 
 
 def _from_structured_outputs(body: StructuredOutputs) -> StructuredOutput:
     field = "structured_outputs"
     if body.regex is not None:
-        return _checked(LLMatcher.grammar_from_regex(body.regex), f"{field}.regex")
+        return checked_grammar(LLMatcher.grammar_from_regex(body.regex), f"{field}.regex")
     if body.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in body.choice)
-        return _checked(LLMatcher.grammar_from_lark(f"start: {choices}"), f"{field}.choice")
+        return checked_grammar(LLMatcher.grammar_from_lark(f"start: {choices}"), f"{field}.choice")
     if body.grammar is not None:
         try:
-            return _checked(grammar_from("grammar", body.grammar), f"{field}.grammar")
+            return checked_grammar(grammar_from("grammar", body.grammar), f"{field}.grammar")
         except ValueError as exc:
             raise BadRequest(f"{field}.grammar: {exc}", param=f"{field}.grammar") from exc
     whitespace = "" if body.disable_any_whitespace else body.whitespace_pattern
@@ -162,7 +166,7 @@ def _from_structured_outputs(body: StructuredOutputs) -> StructuredOutput:
 
 def _from_schema(schema: dict[str, Any], param: str, whitespace: str | None = None) -> StructuredOutput:
     try:
-        return _checked(_schema_grammar(schema, whitespace), param)
+        return checked_grammar(_schema_grammar(schema, whitespace), param)
     except BadRequest as exc:
         complaint = exc.message.removeprefix(f"{param}: ")
         if not (where := _culprit(schema, complaint)):
@@ -180,7 +184,8 @@ def _schema_grammar(schema: dict[str, Any], whitespace: str | None = None) -> st
     )
 
 
-def _checked(grammar: str, param: str) -> StructuredOutput:
+def checked_grammar(grammar: str, param: str) -> StructuredOutput:
+    """Raises BadRequest on a grammar that is too large or wrong. Runs inside `with_deep_stack`."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise BadRequest(f"{param}: {len(grammar)} characters exceed the limit of {MAX_GRAMMAR_CHARS}", param=param)
     if (complaint := _complaint(grammar)) is not None:

@@ -131,12 +131,10 @@ def test_what_is_not_served_is_refused_by_name(make: Any, field: str, value: Any
     ("make", "field", "value"),
     [
         (completion, "suffix", "end"),
-        (chat, "continue_final_message", True),
         (chat, "chat_template", "{{ messages }}"),
         (chat, "functions", [{"name": "f"}]),
         (chat, "modalities", ["text", "audio"]),
         (chat, "audio", {"voice": "x"}),
-        (chat, "tools", [TOOL]),
     ],
 )
 def test_what_one_endpoint_does_not_serve_is_refused_by_name(make: Any, field: str, value: Any) -> None:
@@ -236,6 +234,16 @@ def test_too_many_choices_in_one_request() -> None:
         ({"role": "assistant"}, "messages[0].content"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
         ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
     ],
 )
@@ -261,15 +269,24 @@ def test_text_parts_are_the_joined_string() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [TOOL, {"type": "retrieval"}]}, "tools[1]"),
         ({"tools": ["x"]}, "tools[0]"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "lookup"}}}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ],
 )
-def test_tools_that_are_malformed_or_would_be_called_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_tools_that_are_malformed_or_contradict_the_choice_are_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(chat, **fields).param == param
 
 
-def test_tools_that_must_not_be_called_are_accepted() -> None:
-    assert chat(tools=[TOOL], tool_choice="none").tools == [TOOL]
+def test_which_tools_may_be_called() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    both: dict[str, Any] = {"tools": [TOOL, other]}
+    assert chat(**both).may_call == chat(**both, tool_choice="required").may_call == {"lookup", "other"}
+    named = {"type": "function", "function": {"name": "other"}}
+    assert chat(**both, tool_choice=named).may_call == {"other"}
+    assert chat(**both, tool_choice="none").may_call == frozenset()
+    assert chat().may_call == frozenset()
 
 
 def test_tokenize_wants_one_form() -> None:
