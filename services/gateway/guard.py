@@ -1,0 +1,94 @@
+"""Who may come in: middleware that asks for an API key, and holds each key to its limits.
+
+Open to everyone, because probes and Prometheus have no key and nothing secret is there: `OPEN_PATHS`. A request is
+refused here before anything of its body is read.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.common.config import GatewayConfig
+from kvferry.common.errors import KvferryError
+from kvferry.services.gateway.api_keys import ApiKeys, InvalidApiKey, RateLimited, Tenant
+from kvferry.services.gateway.errors import error_response
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+EXPOSED_HEADERS = ("x-request-id", "x-kvferry-route", "retry-after")
+COUNTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Requests to these are what limits speak of."""
+
+
+class Guard:
+    """Puts the key's `tenant` into the scope's state. A handler puts the run there, whose tokens are counted."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            tenant = self._keys.tenant(_key_of(scope))
+        except InvalidApiKey as exc:
+            await _refuse(exc, {"www-authenticate": "Bearer"}, scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        if scope["path"] in COUNTED_PATHS and scope["method"] == "POST":
+            await self._counted(tenant, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _counted(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            tenant.admit()
+        except RateLimited as exc:
+            await _refuse(exc, tenant.headers(), scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                limits = [(name.encode(), value.encode()) for name, value in tenant.headers().items()]
+                message["headers"] = [*message["headers"], *limits]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_limits)
+        finally:
+            run = scope["state"].get("run")
+            usage = run.usage if run is not None else None
+            tenant.release(usage.prompt_tokens + usage.completion_tokens if usage is not None else 0)
+
+
+def guard(app: FastAPI, config: GatewayConfig) -> None:
+    """What of it is configured: keys, and browsers' questions about other sites before them, which carry none."""
+    if (keys := ApiKeys.of(config.api_keys, config.api_keys_file)) is not None:
+        app.add_middleware(Guard, keys=keys)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
+
+
+def _key_of(scope: Scope) -> str:
+    """Raises InvalidApiKey where there is none."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
+    scheme, _, key = given.partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise InvalidApiKey("this server asks for an API key, as the header `Authorization: Bearer KEY`")
+    return key.strip()
+
+
+async def _refuse(error: KvferryError, headers: dict[str, str], scope: Scope, receive: Receive, send: Send) -> None:
+    response = error_response(error)
+    response.headers.update(headers)
+    await response(scope, receive, send)
