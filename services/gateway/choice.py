@@ -23,6 +23,7 @@ class TextParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     only_prompt: bool = False
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt: list[TokenEntry] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
@@ -56,7 +58,9 @@ class Piece:
         entries = [entry for piece in pieces for entry in piece.entries]
         prompt = [entry for piece in pieces for entry in piece.prompt]
         last = pieces[-1] if pieces else cls()
-        return cls("".join([piece.text for piece in pieces]), entries, last.finish_reason, last.stop_reason, prompt)
+        token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+        text = "".join([piece.text for piece in pieces])
+        return cls(text, entries, last.finish_reason, last.stop_reason, prompt, token_ids)
 
 
 class Choice:
@@ -83,6 +87,8 @@ class Choice:
             return piece
         for at, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
+            if self._params.return_token_ids:
+                piece.token_ids.append(token_id)
             if self._params.logprobs is not None and at < len(output.logprobs):
                 piece.entries.append(TokenEntry(token_id, self._num_chars, output.logprobs[at]))
             if not self._is_hidden_stop(output, at):
