@@ -31,6 +31,10 @@ test: $(DEV)  ## run the whole test suite
 test-compose: $(DEV)  ## build the images and run compose/compose.yaml with this machine's Docker
 	@exec env KVFERRY_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose $(ARGS)
 
+.PHONY: test-clients
+test-clients: $(DEV)  ## run LiteLLM, LangChain, guidellm and aiperf against a cluster, each in its own environment
+	@exec $(BIN)/python -m tests.clients.run $(ARGS)
+
 .PHONY: check
 check: $(DEV)  ## lint, formatting and types
 	$(BIN)/ruff check .
