@@ -14,6 +14,7 @@ from typing import Any
 from kvferry.common.config import Config
 from kvferry.common.errors import ConfigError, ModelLoadError, StartupError
 from kvferry.common.models import ALIASES, resolve_model
+from kvferry.common.stop_signals import stop_signals
 from kvferry.services.local import plan
 from kvferry.services.local.console import Console
 from kvferry.services.local.prepare import is_prepared
@@ -43,9 +44,8 @@ class _Up:
         self._num_signals = 0
 
     async def run(self) -> int:
-        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(sig, self._on_signal)
         async with AsyncExitStack() as stack:
+            stack.enter_context(stop_signals(self._on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             stack.callback(_sweep_shared_memory, self._config.node.shm_dir)
             folder = Path(stack.enter_context(make_folder()))
             stack.push_async_callback(self._fleet.drain)

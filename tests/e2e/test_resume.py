@@ -45,10 +45,10 @@ def bodies(salt: str) -> list[dict[str, Any]]:
 class Fixture:
     """1 prefill node, decode nodes as asked for, and a gateway, with the tiny model."""
 
-    def __init__(self, nodes: Cluster, num_decode: int, *flags: str) -> None:
+    def __init__(self, nodes: Cluster, num_decode: int, *flags: str, prefill_flags: tuple[str, ...] = ()) -> None:
         self.nodes = nodes
         self.flags = ("--local-prefill-max-tokens", "16", *flags)
-        self.prefill = nodes.start_node("prefill", wait=False)
+        self.prefill = nodes.start_node("prefill", *prefill_flags, wait=False)
         self.decode = [self.start_decode(f"d{i}", wait=False) for i in range(num_decode)]
         for node in (self.prefill, *self.decode):
             nodes.wait_node(node)
@@ -182,28 +182,31 @@ def test_what_is_left_at_the_end_of_the_grace_period_moves_to_the_other_node(tin
         fixture.check_settled(fixture.prefill, fixture.decode[1])
 
 
-def test_a_draining_prefill_node_is_read_to_the_end(two: Fixture) -> None:
+def test_a_draining_prefill_node_is_read_to_the_end(tiny_model: Path, tmp_path: Path) -> None:
     """Its blocks are computed and fetched during the drain; no prompt is computed anywhere else."""
     prompts = [{"prompt": _ids(i, 1900), "max_tokens": 4, "temperature": 0} for i in range(3)]
+    with cluster(tmp_path, str(tiny_model)) as nodes:
+        slow, slower = (("--fail-points", f"engine.step=delay:1:{ms}") for ms in (100, 300))
+        one = Fixture(nodes, 1, *slower, prefill_flags=slow)  # which leaves no doubt where to compute
 
-    def num_prompts() -> int:
-        load = two.prefill.record().load
-        return load.num_running + load.num_waiting
+        def num_prompts() -> int:
+            load = one.prefill.record().load
+            return load.num_running + load.num_waiting
 
-    want = ask(two.gateway.url, [body | {"cache_salt": "before"} for body in prompts])
+        want = [told for body in prompts for told in ask(one.gateway.url, [body | {"cache_salt": "before"}])]
 
-    async def run() -> list[Stream]:
-        async with running(two.gateway.url, prompts) as streams:
-            while num_prompts() < len(prompts):
-                assert not streams.all[0].done, "it was over before the last prompt had come"
-                await asyncio.sleep(0.01)
-            two.prefill.send(signal.SIGTERM)
-        return streams.all
+        async def run() -> list[Stream]:
+            async with running(one.gateway.url, prompts) as streams:
+                while num_prompts() < len(prompts):
+                    assert not streams.all[0].done, "it was over before the last prompt had come"
+                    await asyncio.sleep(0.01)
+                one.prefill.send(signal.SIGTERM)
+            return streams.all
 
-    check(asyncio.run(run()), want)
-    assert two.prefill.stop() == 0
-    assert sum(node.metric("kvferry:prefill_fallback_total") for node in two.decode) == 0
-    two.check_settled(*two.decode)
+        check(asyncio.run(run()), want)
+        assert one.prefill.stop() == 0
+        assert one.decode[0].metric("kvferry:prefill_fallback_total") == 0
+        one.check_settled(*one.decode)
 
 
 def test_smollm2_goes_on_after_a_kill(smollm2: Path, tmp_path: Path) -> None:
