@@ -117,13 +117,10 @@ class PrefixLookup:
         """Instance id -> leading blocks. Empty when the index does not answer in time. Never raises."""
         if self._clock() < self._paused_until:
             return {}
-        matches: dict[str, int] = {}
+        named = [await _names(token_ids, cache_salt, card) for card in cards]
         try:
-            for card in cards:
-                names = await _names(token_ids, cache_salt, card)
-                if names:
-                    async with asyncio.timeout(self._timeout_s):
-                        matches |= await self._index.match(names)
+            async with asyncio.timeout(self._timeout_s):
+                found = [await self._index.match(names) for names in named if names]
         except (IndexUnavailable, TimeoutError) as exc:
             self._metrics.index_failures.inc()
             self._paused_until = self._clock() + INDEX_PAUSE_S
@@ -133,7 +130,7 @@ class PrefixLookup:
             return {}
         self._is_failing = False
         self._metrics.index_lookups.inc()
-        return matches
+        return {name: count for matches in found for name, count in matches.items()}
 
 
 async def _names(token_ids: Sequence[int], cache_salt: str, card: LayoutCard) -> list[bytes]:

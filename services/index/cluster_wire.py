@@ -1,6 +1,8 @@
 """A Redis Cluster: each command goes to the master of its slot, to all masters at once.
 
 The map of slots is asked of any node that answers, again whenever a command went to the wrong node or a node failed.
+What a node says is elsewhere (MOVED, ASK) is asked for there. Who has no time waits `patience_s` for all masters: one
+that has not answered by then is not asked by him again until its answer has come, or `PAUSE_S` have passed.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from redis.crc import key_slot
-from redis.exceptions import AskError, ClusterDownError, ResponseError
+from redis.exceptions import AskError, ClusterDownError, MovedError, ResponseError
 
 from kvferry.common.errors import IndexUnavailable
+from kvferry.services.index.scripts import SCRIPTS
 from kvferry.services.index.wire import Command, RedisWire, redacted
 
 Address = tuple[str, int]
 MIN_REFRESH_S = 0.2
+PAUSE_S = 1.0
 
 
 class ClusterWire:
@@ -34,19 +38,29 @@ class ClusterWire:
         self._refreshing = asyncio.Lock()
         self._refreshed_at = float("-inf")
         self._background: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[list[Any]]] = set()
+        self._silent_until: dict[Address, float] = {}
 
-    async def send(self, tags: Sequence[str], commands: Sequence[Command]) -> list[Any]:
+    async def send(
+        self, tags: Sequence[str], commands: Sequence[Command], patience_s: float | None = None
+    ) -> list[Any]:
         """One command per tag, which names its slot. All in one round trip, two when slots have moved."""
         if not self._ranges:
             await self._refresh()
-        replies = await self._send(tags, commands)
-        wrong = [i for i, reply in enumerate(replies) if isinstance(reply, AskError | ClusterDownError)]
-        if wrong:
+        replies = await self._send(tags, commands, patience_s)
+        elsewhere = [i for i, reply in enumerate(replies) if isinstance(reply, AskError)]
+        found = await asyncio.gather(*(self._ask_there(replies[i], commands[i]) for i in elsewhere))
+        is_stale = any(isinstance(replies[i], MovedError) for i in elsewhere)
+        for i, reply in zip(elsewhere, found, strict=True):
+            replies[i] = reply
+        down = [i for i, reply in enumerate(replies) if isinstance(reply, ClusterDownError)]
+        if down:
             await self._refresh()
-            again = await self._send([tags[i] for i in wrong], [commands[i] for i in wrong])
-            for i, reply in zip(wrong, again, strict=True):
+            again = await self._send([tags[i] for i in down], [commands[i] for i in down], patience_s)
+            for i, reply in zip(down, again, strict=True):
                 replies[i] = reply
-        if any(isinstance(reply, IndexUnavailable) for reply in replies) and self._background is None:
+        is_stale |= any(isinstance(reply, IndexUnavailable) for reply in replies)
+        if is_stale and self._background is None:
             self._background = asyncio.create_task(self._refresh_later())  # nobody waits for it
         return replies
 
@@ -56,24 +70,69 @@ class ClusterWire:
         finally:
             self._background = None
 
-    async def _send(self, tags: Sequence[str], commands: Sequence[Command]) -> list[Any]:
+    async def _send(self, tags: Sequence[str], commands: Sequence[Command], patience_s: float | None) -> list[Any]:
         places: dict[Address | None, list[int]] = {}
         for i, tag in enumerate(tags):
             places.setdefault(self._master(tag), []).append(i)
+        asking = {
+            address: self._start(address, [commands[i] for i in numbers], patience_s)
+            for address, numbers in places.items()
+        }
+        try:
+            await asyncio.wait(asking.values(), timeout=patience_s)
+        except asyncio.CancelledError:
+            for task in asking.values():
+                task.cancel()
+            raise
         replies: list[Any] = [None] * len(commands)
-
-        async def ask(address: Address | None, numbers: list[int]) -> None:
-            try:
-                if address is None:
-                    raise IndexUnavailable(f"Redis Cluster at {self.where}: no master for some slots")
-                found: Sequence[Any] = await self._wire(address).send([commands[i] for i in numbers])
-            except IndexUnavailable as exc:
-                found = [exc] * len(numbers)
+        for address, numbers in places.items():
+            task = asking[address]
+            found = task.result() if task.done() or address is None else self._not_waited_for(address, len(numbers))
             for i, reply in zip(numbers, found, strict=True):
                 replies[i] = reply
-
-        await asyncio.gather(*(ask(address, numbers) for address, numbers in places.items()))
         return replies
+
+    def _start(
+        self, address: Address | None, commands: Sequence[Command], patience_s: float | None
+    ) -> asyncio.Task[list[Any]]:
+        is_left_alone = address is not None and patience_s is not None and self._is_silent(address)
+        task = asyncio.create_task(self._ask(address, commands, is_left_alone))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    async def _ask(self, address: Address | None, commands: Sequence[Command], is_left_alone: bool) -> list[Any]:
+        try:
+            if address is None:
+                raise IndexUnavailable(f"Redis Cluster at {self.where}: no master for some slots")
+            if is_left_alone:
+                raise IndexUnavailable(f"Redis at {address[0]}:{address[1]} has been silent")
+            found = await self._wire(address).send(commands)
+        except IndexUnavailable as exc:
+            return [exc] * len(commands)
+        self._silent_until.pop(address, None)
+        return list(found)
+
+    def _is_silent(self, address: Address) -> bool:
+        return time.monotonic() < self._silent_until.get(address, float("-inf"))
+
+    def _not_waited_for(self, address: Address, count: int) -> list[Any]:
+        """What was asked goes on until the answer or the timeout: a late one says that the master is there, and leaves
+        an open connection behind."""
+        self._silent_until[address] = time.monotonic() + PAUSE_S
+        return [IndexUnavailable(f"Redis at {address[0]}:{address[1]} was not waited for")] * count
+
+    async def _ask_there(self, error: AskError, command: Command) -> Any:
+        """The reply of the node that the error names, or an error in its place. ASK (a MovedError is one, too): the
+        slot is on its way to that node, which takes a command for it behind ASKING alone."""
+        script = SCRIPTS.get(str(command[1])) if command[0] == "EVALSHA" else None
+        before: list[Command] = [("SCRIPT", "LOAD", script.source)] if script else []
+        if not isinstance(error, MovedError):
+            before.append(("ASKING",))
+        try:
+            return (await self._wire(error.node_addr).send([*before, command]))[-1]
+        except IndexUnavailable as exc:
+            return exc
 
     def _master(self, tag: str) -> Address | None:
         if (slot := self._slots.get(tag)) is None:
@@ -91,7 +150,8 @@ class ClusterWire:
             if time.monotonic() - self._refreshed_at < MIN_REFRESH_S:
                 return
             errors: list[object] = []
-            for wire in (*self._wires.values(), self._seed):
+            talking = sorted(self._wires, key=self._silent_until.__contains__)
+            for wire in (*(self._wires[address] for address in talking), self._seed):
                 try:
                     (reply,) = await wire.send([("CLUSTER", "SLOTS")])
                 except IndexUnavailable as exc:
@@ -114,12 +174,14 @@ class ClusterWire:
         ]
         masters = {address for _, _, address in self._ranges}
         for address in self._wires.keys() - masters:
+            self._silent_until.pop(address, None)
             await self._wires.pop(address).aclose()
         self._refreshed_at = time.monotonic()
 
     async def aclose(self) -> None:
-        if self._background:
-            self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
+        left = [*self._asking, *([self._background] if self._background else [])]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for wire in (self._seed, *self._wires.values()):
             await wire.aclose()

@@ -39,6 +39,8 @@ log = logging.getLogger("kvferry.index")
 MAX_PRUNED = 256
 """Blocks that one lookup frees of dead holders."""
 MAX_AGE_S = 0.5
+PATIENCE_SHARE = 0.05
+"""Of the timeout, for each master of a cluster in a lookup: the others' answers are as good as all."""
 
 
 class RedisIndex:
@@ -49,6 +51,7 @@ class RedisIndex:
     ) -> None:
         self._keys = Keys(namespace, is_cluster)
         self._wire = ClusterWire(url, timeout_s) if is_cluster else RedisWire(url, timeout_s)
+        self._patience_s = timeout_s * PATIENCE_SHARE
         self._writers: dict[str, Writer] = {}  # of the instances announced through this object
         self._instances: dict[int, str] = {}  # live ones, by number, when asked for at `_counter`
         self._counter = b""
@@ -116,7 +119,8 @@ class RedisIndex:
         keys = self._keys
         places = keys.by_tag(names)
         reads = [(tag, keys.match(tag, [names[i] for i in found])) for tag, found in places.items()]
-        changed, *replies = await self._ask_each((keys.node_tag, ("GET", keys.number)), *reads)
+        counter: tuple[str, Command] = (keys.node_tag, ("GET", keys.number))
+        changed, *replies = await self._ask_each(counter, *reads, patience_s=self._patience_s)
         if all(isinstance(reply, Exception) for reply in replies):
             _raised(replies[0])
         await self._update_instances(changed)
@@ -161,18 +165,19 @@ class RedisIndex:
     async def _ask_nodes(self, command: Command) -> Any:
         return _raised((await self._ask_each((self._keys.node_tag, command)))[0])
 
-    async def _ask_each(self, *calls: tuple[str, Command]) -> list[Any]:
+    async def _ask_each(self, *calls: tuple[str, Command], patience_s: float | None = None) -> list[Any]:
         """Replies of one round trip (two when Redis has lost our scripts), an IndexUnavailable for one that failed.
+        `patience_s`: for each master of a cluster; None: until the timeout.
 
         Raises IndexUnavailable when there is only one Redis and it does not answer.
         """
-        replies = await self._send(calls)
+        replies = await self._send(calls, patience_s)
         lacking = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if lacking:
             loads: list[tuple[str, Command]] = [
                 (calls[i][0], ("SCRIPT", "LOAD", SCRIPTS[str(calls[i][1][1])].source)) for i in lacking
             ]
-            again = await self._send([*loads, *(calls[i] for i in lacking)])
+            again = await self._send([*loads, *(calls[i] for i in lacking)], patience_s)
             for i, reply in zip(lacking, again[len(loads) :], strict=True):
                 replies[i] = reply
         return [
@@ -180,10 +185,10 @@ class RedisIndex:
             for reply in replies
         ]
 
-    async def _send(self, calls: Iterable[tuple[str, Command]]) -> list[Any]:
+    async def _send(self, calls: Iterable[tuple[str, Command]], patience_s: float | None) -> list[Any]:
         tags, commands = zip(*calls, strict=True)
         if isinstance(self._wire, ClusterWire):
-            return await self._wire.send(tags, commands)
+            return await self._wire.send(tags, commands, patience_s)
         return await self._wire.send(commands)
 
 

@@ -14,6 +14,7 @@ import httpx
 
 from kvferry.common.config import Config, load_config
 from kvferry.services.gateway.app import Gateway
+from kvferry.services.gateway.http_tls import HttpTls
 from kvferry.services.gateway.server import Server, bind, uvicorn_config
 from kvferry.services.index.memory import MemoryIndex
 from tests.gateway.fake_decode import FakeDecode
@@ -50,18 +51,19 @@ class Setup:
 
 @asynccontextmanager
 async def gateway(
-    *nodes: FakeDecode, tokenizer: Any = None, over_port: bool = False, **options: Any
+    *nodes: FakeDecode, tokenizer: Any = None, over_port: bool = False, index: Any = None, **options: Any
 ) -> AsyncIterator[Setup]:
     """Nodes are started and announced. `over_port`: a real server, so that a client can leave."""
-    index = MemoryIndex()
+    index = index or MemoryIndex()
     async with AsyncExitStack() as stack:
         for node in nodes:
             await stack.enter_async_context(node)
             await index.announce(node.record(), 60)
         running = None
-        app = Gateway(config(**options), index, tokenizer or tiny_tokenizer())
+        settings = config(**options)
+        app = Gateway(settings, index, tokenizer or tiny_tokenizer())
         if over_port:
-            running, base = await stack.enter_async_context(_served(app))
+            running, base = await stack.enter_async_context(_served(app, HttpTls.of(settings.gateway)))
             client = httpx.AsyncClient(base_url=base, timeout=20)
         else:
             await stack.enter_async_context(app.running())
@@ -71,14 +73,15 @@ async def gateway(
 
 
 @asynccontextmanager
-async def _served(app: Gateway) -> AsyncIterator[tuple[Server, str]]:
+async def _served(app: Gateway, tls: HttpTls | None = None) -> AsyncIterator[tuple[Server, str]]:
     listener = bind("127.0.0.1", 0)
     ready = asyncio.Event()
-    running = Server(uvicorn_config(app.app, drain_s=1.0), ready.set)
+    running = Server(uvicorn_config(app.app, drain_s=1.0, tls=tls), ready.set)
     task = asyncio.create_task(running.serve(sockets=[listener]))
     try:
         await ready.wait()
-        yield running, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        base = "http://127.0.0.1" if tls is None else "https://localhost"
+        yield running, f"{base}:{listener.getsockname()[1]}"
     finally:
         running.should_exit = True
         await task

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -63,6 +65,27 @@ class RedisCluster:
     def kill(self, port: int) -> None:
         self._processes[port].kill()
         self._processes[port].wait()
+
+    @contextlib.contextmanager
+    def frozen(self, port: int):
+        self._processes[port].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._processes[port].send_signal(signal.SIGCONT)
+
+    def move_keys(self, slot: int, source: int, target: int) -> None:
+        """The slot's keys are at `target` then; `source` is still its master, and says ASK."""
+        ids = {port: self.admin(port).execute_command("CLUSTER", "MYID").decode() for port in (source, target)}
+        self.admin(target).execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        self.admin(source).execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        keys = self.admin(source).execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        self.admin(source).execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
+
+    def finish_move(self, slot: int, source: int, target: int) -> None:
+        owner = self.admin(target).execute_command("CLUSTER", "MYID").decode()
+        for port in (target, source):
+            self.admin(port).execute_command("CLUSTER", "SETSLOT", slot, "NODE", owner)
 
     def stop(self) -> None:
         for port in self.ports:

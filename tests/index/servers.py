@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import redis
@@ -60,24 +60,30 @@ class RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def late_proxy(socket: str, delay_s: float) -> AsyncIterator[str]:
-    """A TCP address that passes everything on to a unix socket and brings each answer `delay_s` late."""
+async def late_proxy(socket: str, delay_s: Callable[[], float]) -> AsyncIterator[str]:
+    """A TCP address that passes everything on to a unix socket and brings each answer `delay_s()` late."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: Callable[[], float]) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(2**16):
-                await asyncio.sleep(delay_s)
+                await asyncio.sleep(delay_s())
                 writer.write(data)
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_unix_connection(socket)
+        writers = [writer]
         try:
-            await asyncio.gather(copy(reader, up_writer, 0), copy(up_reader, writer, delay_s))
+            up_reader, up_writer = await asyncio.open_unix_connection(socket)
+            writers.append(up_writer)
+            await asyncio.gather(copy(reader, up_writer, lambda: 0.0), copy(up_reader, writer, delay_s))
+        except OSError:
+            pass  # nobody listens behind it: its callers' connections end
         finally:
-            writer.close()
-            up_writer.close()
+            for each in writers:
+                each.close()
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.add(asyncio.create_task(serve(reader, writer)))

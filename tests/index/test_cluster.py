@@ -9,6 +9,7 @@ import pytest
 from redis.crc import key_slot
 
 from kvferry.common.errors import IndexUnavailable
+from kvferry.services.index import cluster_wire
 from kvferry.services.index.keys import NUM_TAGS, Keys
 from kvferry.services.index.open import open_index
 from tests.index.conformance import CHECKS, TTL_S, chain, node
@@ -73,6 +74,61 @@ def test_a_master_that_is_killed_and_comes_back_empty(redis_cluster, has_the_nod
                     break
                 await asyncio.sleep(0.05)  # a heartbeat
             assert await index.match(names) == {"a": 200}
+        finally:
+            await index.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_the_nodes", [False, True], ids=["of blocks alone", "of the node records"])
+def test_a_master_that_hangs_is_waited_for_once_and_the_others_answer(redis_cluster, has_the_nodes, monkeypatch):
+    monkeypatch.setattr(cluster_wire, "PAUSE_S", 3600)
+
+    async def run() -> None:
+        namespace = f"cluster-{next(_numbers)}"
+        nodes_at = redis_cluster.master_of(key_slot(namespace.encode()))
+        victim = nodes_at if has_the_nodes else next(port for port in redis_cluster.ports if port != nodes_at)
+        index = open_index(redis_cluster.url, namespace, timeout_s=60)
+        index._patience_s = 1.0  # the others' time on a slow machine
+        wire, names = index._wire, chain(200)
+        try:
+            await index.announce(node("a"), TTL_S)
+            await index.store("a", names)
+            assert await index.match(names) == {"a": 200}
+            with redis_cluster.frozen(victim):
+                for _ in range(20):
+                    assert 190 < (await index.match(names))["a"] <= 200
+                assert {port for _, port in wire._silent_until} == {victim}
+                assert len(wire._asking) == 1, "later lookups wait for it, too"
+            while wire._asking:
+                await asyncio.wait(wire._asking)
+            assert wire._silent_until == {}, "its late answer has not been noticed"
+            assert await index.match(names) == {"a": 200}
+        finally:
+            await index.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_slot_on_its_way_to_another_master_is_asked_for_there(redis_cluster):
+    async def run() -> None:
+        namespace = f"cluster-{next(_numbers)}"
+        index = open_index(redis_cluster.url, namespace, timeout_s=20)
+        names = chain(1)
+        (tag,) = Keys(namespace, is_cluster=True).by_tag(names)
+        slot = key_slot(tag.encode())
+        source = redis_cluster.master_of(slot)
+        target = next(port for port in redis_cluster.ports if port != source)
+        try:
+            await index.announce(node("a"), TTL_S)
+            await index.store("a", names)
+            redis_cluster.move_keys(slot, source, target)
+            assert await index.match(names) == {"a": 1}
+            await index.store("a", names)
+            redis_cluster.finish_move(slot, source, target)
+            assert await index.match(names) == {"a": 1}
+            await index.remove("a", names)
+            assert await index.match(names) == {}
         finally:
             await index.aclose()
 

@@ -111,7 +111,7 @@ def test_a_lookup_cancelled_in_mid_flight_never_answers_another(redis_server):
 def test_answers_stay_right_while_callers_give_up_at_random_moments(redis_server):
     async def run() -> None:
         randoms = random.Random(7)
-        async with late_proxy(redis_server.socket, 0.02) as url, with_a_node(url, timeout_s=10) as index:
+        async with late_proxy(redis_server.socket, lambda: 0.02) as url, with_a_node(url, timeout_s=10) as index:
 
             async def ask(num_blocks: int, patience_s: float) -> None:
                 try:
