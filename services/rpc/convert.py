@@ -139,26 +139,35 @@ def output_to_pb(o: rq.RequestOutput) -> pb.Output:
 
 
 def output_from_pb(m: pb.Output) -> rq.RequestOutput:
-    t = m.times
+    """Stands in every token's way: what is set on first outputs alone is not built for the others."""
     return rq.RequestOutput(
         request_id=m.request_id,
         attempt=m.attempt,
         index=m.index,
         token_ids=tuple(m.token_ids),
-        logprobs=tuple(map(logprobs_from_pb, m.logprobs)),
+        logprobs=tuple(map(logprobs_from_pb, m.logprobs)) if m.logprobs else (),
         finish_reason=rq.FinishReason(m.finish_reason) if m.finish_reason else None,
         stop_token_id=m.stop_token_id if m.HasField("stop_token_id") else None,
-        error_code=m.error.code,
-        error_message=m.error.message,
-        error_param=m.error.param,
+        **(_error_from_pb(m.error) if m.HasField("error") else {}),
         cached_tokens=m.cached_tokens,
         computed_tokens=m.computed_tokens,
         prefilled_by=m.prefilled_by,
-        times=rq.RequestTimes(t.queue_s, t.prefill_s, t.transfer_s, t.first_step_s),
-        prompt_logprobs=tuple(map(logprobs_from_pb, m.prompt_logprobs)),
+        times=_times_from_pb(m.times) if m.HasField("times") else _NO_TIMES,
+        prompt_logprobs=tuple(map(logprobs_from_pb, m.prompt_logprobs)) if m.prompt_logprobs else (),
         local_cached_tokens=m.local_cached_tokens,
         received_tokens=m.received_tokens,
     )
+
+
+_NO_TIMES = rq.RequestTimes()
+
+
+def _times_from_pb(m: pb.Times) -> rq.RequestTimes:
+    return rq.RequestTimes(m.queue_s, m.prefill_s, m.transfer_s, m.first_step_s)
+
+
+def _error_from_pb(m: pb.ErrorDetail) -> dict[str, str]:
+    return {"error_code": m.code, "error_message": m.message, "error_param": m.param}
 
 
 def logprobs_to_pb(t: rq.TokenLogprobs) -> pb.Logprobs:
@@ -183,6 +192,7 @@ def card_to_pb(c: LayoutCard) -> pb.LayoutCard:
         tp_rank=c.tp_rank,
         tp_size=c.tp_size,
         version=c.version,
+        weights=c.weights,
     )
 
 
@@ -198,4 +208,5 @@ def card_from_pb(m: pb.LayoutCard) -> LayoutCard:
         tp_rank=m.tp_rank,
         tp_size=m.tp_size,
         version=m.version,
+        weights=m.weights or "float32",
     )
