@@ -248,3 +248,15 @@ def test_prompt_tokens_count_until_the_nodes_own_report_has_them() -> None:
     early.close()
     late.close()
     assert ledger.in_flight == {}
+
+
+def test_a_burst_of_equal_prompts_is_spread_before_any_node_has_told_of_it() -> None:
+    """Nobody is promised blocks that are still to be computed; what is sent counts at once."""
+    ledger, served = Ledger(), []
+    nodes = [*(node(f"d{i}", Role.DECODE) for i in range(4)), *(node(f"p{i}", Role.PREFILL) for i in range(4))]
+    for number in range(8):
+        plan = choose(RouteRequest(f"r{number}", 2000, dict(ledger.in_flight)), nodes, {})
+        assert plan.ttft_ms > 2000
+        served.append(plan.chosen.computed_by)
+        ledger.open(plan, 1)
+    assert sorted(served) == [n.instance_id for n in nodes]
