@@ -9,7 +9,8 @@ import sys
 from kvferry.common.cores import NODE_ENVIRON
 
 NAMES = ("memory", "batching", "prefix", "serving")
-BY_NAME_ONLY = ("aot", "handover", "index", "kernels", "routing", "simulated", "step_times", "transfer")
+BY_NAME_ONLY = ("aot", "gateway", "handover", "index", "kernels", "quality", "routing", "simulated", "step_times")
+BY_NAME_ONLY += ("transfer",)
 
 
 def main() -> int:
