@@ -138,7 +138,8 @@ def report(found: list[HandOver], args: argparse.Namespace) -> None:
     latencies = sorted(made.latency_ms for made in found)
     chunks = statistics.median(made.num_chunks for made in found)
     pulls = [ms for made in found for ms in made.pull_ms]
-    print(f"{len(found)} of {args.requests} prompts of {args.prompt_tokens} tokens in chunks of {args.chunk}, over {args.transports}")
+    handed_over = f"{len(found)} of {args.requests} prompts of {args.prompt_tokens} tokens"
+    print(f"{handed_over} in chunks of {args.chunk}, over {args.transports}")
     print(f"last chunk computed to first decode step begun: median {statistics.median(latencies):.2f} ms "
           f"(min {latencies[0]:.2f}, max {latencies[-1]:.2f})")  # fmt: skip
     print(f"of it, asking whether the lease held: {statistics.median(m.confirm_ms for m in found):.2f} ms; "
