@@ -1,7 +1,7 @@
 """Who may come in: middleware that asks for an API key, and holds each key to its limits.
 
-Open to everyone, because probes and Prometheus have no key and nothing secret is there: `OPEN_PATHS`. A request is
-refused here before anything of its body is read.
+Open to everyone, because probes, Prometheus and a browser's address bar have no key and nothing secret is there:
+`OPEN_PATHS`. A request is refused here before anything of its body is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import KvferryError
 from kvferry.services.gateway.api_keys import ApiKeys, InvalidApiKey, RateLimited, Tenant
 from kvferry.services.gateway.errors import error_response
+from kvferry.services.gateway.metrics import GatewayMetrics
+from kvferry.services.gateway.responses import Usage
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics"})
 EXPOSED_HEADERS = ("x-request-id", "x-kvferry-route", "retry-after")
 COUNTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Requests to these are what limits speak of."""
@@ -24,9 +26,10 @@ COUNTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 class Guard:
     """Puts the key's `tenant` into the scope's state. A handler puts the run there, whose tokens are counted."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics) -> None:
         self._app = app
         self._keys = keys
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -47,6 +50,7 @@ class Guard:
         try:
             tenant.admit()
         except RateLimited as exc:
+            self._metrics.key_refused(tenant.record.name)
             await _refuse(exc, tenant.headers(), scope, receive, send)
             return
 
@@ -60,14 +64,17 @@ class Guard:
             await self._app(scope, receive, send_with_limits)
         finally:
             run = scope["state"].get("run")
-            usage = run.usage if run is not None else None
-            tenant.release(usage.prompt_tokens + usage.completion_tokens if usage is not None else 0)
+            usage = run.usage if run is not None else Usage(0, 0, 0)
+            tenant.release(usage.prompt_tokens + usage.completion_tokens)
+            self._metrics.key_used(tenant.record.name, usage.prompt_tokens, usage.completion_tokens)
 
 
-def guard(app: FastAPI, config: GatewayConfig) -> None:
+def guard(app: FastAPI, config: GatewayConfig, metrics: GatewayMetrics) -> None:
     """What of it is configured: keys, and browsers' questions about other sites before them, which carry none."""
     if (keys := ApiKeys.of(config.api_keys, config.api_keys_file)) is not None:
-        app.add_middleware(Guard, keys=keys)
+        for name in keys.names:  # counts that begin at 0 lose nothing of their first increase
+            metrics.key_known(name)
+        app.add_middleware(Guard, keys=keys, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from kvferry.common.errors import KvferryError, Unavailable
+from kvferry.common.errors import KvferryError
+from kvferry.services.local.access import Access, no_answer
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 CONNECT_TIMEOUT_S = 5.0
@@ -19,19 +20,19 @@ Message = dict[str, str]
 
 
 def main(
-    url: str,
+    access: Access,
     model: str | None,
     *,
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
 ) -> int:
-    """Runs until /exit or the end of input. Raises Unavailable when there is no gateway at `url`."""
+    """Runs until /exit or the end of input. Raises Unavailable when there is no gateway, NoAccess if it wants more."""
     options = {"max_tokens": max_tokens, "temperature": temperature}
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    with httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=False) as client:
-        model = model or _first_model(client)
-        print(f"{model} at {url}. {HELP}")
+    with access.client(timeout) as client:
+        model = model or _first_model(client, access)
+        print(f"{model} at {access.url}. {HELP}")
         start: list[Message] = [{"role": "system", "content": system}] if system else []
         history = list(start)
         while (line := _ask()) is not None:
@@ -47,12 +48,12 @@ def main(
     return 0
 
 
-def _first_model(client: httpx.Client) -> str:
+def _first_model(client: httpx.Client, access: Access) -> str:
     try:
         reply = client.get("/v1/models").raise_for_status()
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as exc:
-        raise Unavailable(f"no gateway answers at {client.base_url}: {exc} (start one with `kvferry up`)") from exc
+        raise no_answer(access, exc) from exc
 
 
 def _ask() -> str | None:

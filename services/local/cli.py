@@ -13,6 +13,7 @@ from kvferry.common.config import Config, load_config
 from kvferry.common.errors import KvferryError, StartupError
 from kvferry.common.models import ALIASES, resolve_model
 from kvferry.common.nodes import Role
+from kvferry.services.local import access
 from kvferry.services.local.flags import Parser, add_config_flags, given_flags
 from kvferry.services.local.launch import CONFIG_EXIT
 
@@ -63,18 +64,18 @@ def _parser() -> Parser:
     add("decode", _decode, "run a decode node", _NODE_SECTIONS)
     add("both", _both, "run a node that does prefill and decode", _NODE_SECTIONS)
     chat = add("chat", _chat, "talk to a cluster in this terminal")
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (default: %(default)s)")
+    access.add_options(chat, (access.KEY_VARIABLE, "OPENAI_API_KEY"))
     chat.add_argument("--model", default=None, help="model (default: the first one the gateway offers)")
     chat.add_argument("--system", default=None, help="system message (default: the model's own)")
     chat.add_argument("--max-tokens", type=int, default=None, help="longest answer")
     chat.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: the gateway's)")
     top = add("top", _top, "watch a cluster in this terminal")
-    top.add_argument("--url", default="http://127.0.0.1:8000", help="gateway (default: %(default)s)")
+    access.add_options(top)
     top.add_argument("--once", action="store_true", help="show the present state and end")
     explain = add("explain", _explain, "take a gateway's routing decisions again, and show what they were made of")
     explain.add_argument("what", help="a gateway's log file, - for standard input, or a request id")
     explain.add_argument("--request", default=None, help="of a file, only this request's")
-    explain.add_argument("--url", default="http://127.0.0.1:8000", help="gateway to ask (default: %(default)s)")
+    access.add_options(explain)
     _add_simulate(add("simulate", _simulate, "predict how a fleet would serve a load, to size its pools"))
     _add_tune(add("tune", _tune, "measure this machine and say what to set for production", _NODE_SECTIONS))
     model = add("model", _prepare, "manage models")
@@ -168,19 +169,20 @@ def _both(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from kvferry.services.local.chat import main as chat
 
-    return chat(args.url, args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
+    reach = access.Access.of(args)
+    return chat(reach, args.model, system=args.system, max_tokens=args.max_tokens, temperature=args.temperature)
 
 
 def _top(args: argparse.Namespace) -> int:
     from kvferry.services.local.top import main as top
 
-    return top(args.url, once=args.once)
+    return top(access.Access.of(args), once=args.once)
 
 
 def _explain(args: argparse.Namespace) -> int:
     from kvferry.services.local.explain import main as explain
 
-    return explain(args.what, request_id=args.request, url=args.url)
+    return explain(args.what, request_id=args.request, access=access.Access.of(args))
 
 
 def _new_api_key(args: argparse.Namespace) -> int:

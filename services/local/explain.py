@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.common.errors import ConfigError
+import httpx
+
+from kvferry.common.errors import ConfigError, Unavailable
+from kvferry.services.local.access import DEFAULT_URL, Access, no_answer
 
 if TYPE_CHECKING:
     from kvferry.services.gateway.decision import Decision  # the gateway's packages, only when the command runs
@@ -23,7 +23,7 @@ HTTP_TIMEOUT_S = 5.0
 _TERMS = ("queue", "compute", "transfer", "step", "pressure")
 
 
-def main(what: str, *, request_id: str | None = None, url: str = "") -> int:
+def main(what: str, *, request_id: str | None = None, access: Access | None = None) -> int:
     """0 when each decision follows again from its line, 1 when one does not. Raises ConfigError where there is none."""
     from kvferry.services.gateway.decision import decide_again, find_decisions
 
@@ -33,7 +33,7 @@ def main(what: str, *, request_id: str | None = None, url: str = "") -> int:
         with Path(what).open(encoding="utf-8", errors="replace") as file:
             lines = list(find_decisions(file, request_id))
     else:
-        lines = _ask(url, what)
+        lines = _ask(access or Access(DEFAULT_URL), what)
     if not lines:
         raise ConfigError(f"{what}: no routing decision{f' of {request_id}' if request_id else ''} in it")
     decisions = [decide_again(line) for line in lines]
@@ -41,15 +41,19 @@ def main(what: str, *, request_id: str | None = None, url: str = "") -> int:
     return int(not all(decision.is_same for decision in decisions))
 
 
-def _ask(url: str, request_id: str) -> list[Mapping[str, Any]]:
-    where = f"{url}/debug/route/{urllib.parse.quote(request_id, safe='')}"
+def _ask(access: Access, request_id: str) -> list[Mapping[str, Any]]:
+    path = f"/debug/route/{urllib.parse.quote(request_id, safe='')}"
     try:
-        with urllib.request.urlopen(where, timeout=HTTP_TIMEOUT_S) as answer:
-            return [plan["decision"] for plan in json.load(answer)["plans"]]
-    except urllib.error.HTTPError as exc:
-        raise ConfigError(f"{request_id} is no file, and {url} knows no recent request of that id") from exc
-    except OSError as exc:
-        raise ConfigError(f"{request_id} is no file, and the gateway at {url} does not answer: {exc}") from exc
+        with access.client(HTTP_TIMEOUT_S) as client:
+            answer = client.get(path)
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                raise ConfigError(f"{request_id} is no file, and {access.url} knows no recent request of that id")
+            return [plan["decision"] for plan in answer.raise_for_status().json()["plans"]]
+    except (httpx.HTTPError, ValueError, LookupError) as exc:
+        problem = no_answer(access, exc)
+        if isinstance(problem, Unavailable):
+            raise ConfigError(f"{request_id} is no file, and {access.url} does not answer: {exc}") from exc
+        raise problem from exc
 
 
 def describe(decision: Decision) -> str:

@@ -19,6 +19,7 @@ from kvferry.common.cores import NODE_ENVIRON, available_cores
 from kvferry.common.errors import ConfigError, IndexUnavailable
 from kvferry.common.nodes import Role
 from kvferry.services.index.open import open_index
+from kvferry.services.local.access import is_certificate_refusal
 from kvferry.services.local.flags import config_environ
 from kvferry.services.local.redis_server import redis_command, redis_url
 from kvferry.services.local.supervisor import Program
@@ -101,8 +102,9 @@ def gateway_program(config: Config) -> Program:
         try:
             async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False, verify=tls) as client:
                 return (await client.get(url)).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
+        except httpx.HTTPError as exc:
+            # It serves others: our own certificate need not be one of those that its clients must show.
+            return tls is not True and is_certificate_refusal(exc)
 
     environ = config_environ(config) | {"PYTHONUNBUFFERED": "1"}
     return Program("gateway", (*CLI, "gateway"), is_ready, environ, grace_s=config.node.drain_s + GRACE_S)

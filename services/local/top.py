@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 import httpx
 
-from kvferry.common.errors import Unavailable
+from kvferry.common.errors import KvferryError
+from kvferry.services.local.access import Access, no_answer
 
 POLL_S = 1.0
 TIMEOUT_S = 5.0
@@ -29,24 +30,27 @@ State = dict[str, Any]
 Paint = Callable[[str, int], str]
 
 
-def main(url: str, *, once: bool = False, out: TextIO | None = None) -> int:
-    """Shows the cluster until Ctrl-C; once where `out` is no terminal. Raises Unavailable when there is no gateway."""
+def main(access: Access, *, once: bool = False, out: TextIO | None = None) -> int:
+    """Shows the cluster until Ctrl-C; once where `out` is no terminal.
+
+    Raises Unavailable when there is no gateway, NoAccess when it wants a key or a certificate.
+    """
     out = out or sys.stdout
-    with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S, trust_env=False) as client:
-        state = _ask(client)
+    with access.client(TIMEOUT_S) as client:
+        state = _ask(client, access)
         if once or not out.isatty():
             out.write("\n".join(render(state, _paint(out))) + "\n")
             return 0
         with _screen(out), contextlib.suppress(KeyboardInterrupt):
-            _watch(client, state, out)
+            _watch(client, access, state, out)
     return 0
 
 
-def _ask(client: httpx.Client) -> State:
+def _ask(client: httpx.Client, access: Access) -> State:
     try:
         state: State = client.get("/cluster/live").raise_for_status().json()
     except (httpx.HTTPError, ValueError) as exc:
-        raise Unavailable(f"no gateway answers at {client.base_url}: {exc} (start one with `kvferry up`)") from exc
+        raise no_answer(access, exc) from exc
     return state
 
 
@@ -61,7 +65,7 @@ def _screen(out: TextIO) -> Iterator[None]:
         out.flush()
 
 
-def _watch(client: httpx.Client, state: State, out: TextIO) -> None:
+def _watch(client: httpx.Client, access: Access, state: State, out: TextIO) -> None:
     before: State | None = None
     problem = ""
     while True:
@@ -71,8 +75,8 @@ def _watch(client: httpx.Client, state: State, out: TextIO) -> None:
         out.flush()
         time.sleep(POLL_S)
         try:
-            before, state, problem = state, _ask(client), ""
-        except Unavailable as exc:
+            before, state, problem = state, _ask(client, access), ""
+        except KvferryError as exc:
             problem = _paint(out)(plain(exc.message), _RED)
 
 

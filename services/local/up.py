@@ -16,6 +16,7 @@ from kvferry.common.errors import ConfigError, ModelLoadError, StartupError
 from kvferry.common.models import ALIASES, resolve_model
 from kvferry.common.stop_signals import stop_signals
 from kvferry.services.local import plan
+from kvferry.services.local.access import KEY_VARIABLE
 from kvferry.services.local.console import Console
 from kvferry.services.local.prepare import is_prepared
 from kvferry.services.local.redis_server import find_redis_server, make_folder, redis_url
@@ -145,7 +146,7 @@ def _is_here(model: str) -> bool:
 
 
 def how_to_use(config: Config) -> str:
-    """The address and a command line that can be pasted as it stands."""
+    """The address and a command line that can be pasted as it stands, with the key in a variable where one is due."""
     url, model = plan.gateway_url(config), config.served_model
     body = {
         "model": model,
@@ -153,9 +154,12 @@ def how_to_use(config: Config) -> str:
         "stream": True,
     }
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    gateway = config.gateway
+    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if gateway.api_keys or gateway.api_keys_file else ""
+    shows = " --cert CLIENT.pem --key CLIENT-KEY.pem" if gateway.ssl_ca_certs else ""
     return (
         f"\nkvferry serves {model} at {url}\n\n"
-        f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n  -d '{quoted}'\n"
+        f"curl -N{shows} {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d '{quoted}'\n"
     )
 
 

@@ -6,13 +6,22 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 from pathlib import Path
 
 import openai
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.services.gateway.api_keys import LOOK_EVERY_S, ApiKeys, InvalidApiKey, KeyRecord, RateLimited, new_key
+from kvferry.services.gateway.api_keys import (
+    LOOK_EVERY_S,
+    MAX_FILE_BYTES,
+    ApiKeys,
+    InvalidApiKey,
+    KeyRecord,
+    RateLimited,
+    new_key,
+)
 from kvferry.services.local.cli import main
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, eventually, gateway, run
@@ -94,6 +103,32 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     assert keys.tenant(OTHER)
 
 
+def test_what_is_no_file_or_far_too_large_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, path = Clock(), tmp_path / "keys"
+    path.write_text(LINE)
+    keys = ApiKeys("", path, clock)
+
+    def pipe() -> None:
+        os.mkfifo(path)
+
+    def large() -> None:
+        with path.open("wb") as file:
+            file.truncate(MAX_FILE_BYTES + 1)
+
+    for make, unmake in ((pipe, path.unlink), (path.mkdir, path.rmdir), (large, path.unlink)):
+        path.unlink(missing_ok=True)
+        make()
+        clock.now_s += LOOK_EVERY_S
+        with caplog.at_level(logging.ERROR, "kvferry.gateway"):
+            assert keys.tenant(KEY).record.name == "alice"
+        assert "expected a file of at most" in caplog.text
+        caplog.clear()
+        unmake()
+    pipe()
+    with pytest.raises(ConfigError, match="expected a file"):
+        ApiKeys("", path, clock)
+
+
 def test_limits_per_minute_refill_steadily_and_say_when() -> None:
     clock = Clock()
     tenant = ApiKeys(f"{LINE} rpm=2 tpm=60", None, clock).tenant(KEY)
@@ -126,7 +161,7 @@ def test_salts_keep_keys_apart() -> None:
 
 def test_without_a_known_key_only_probes_and_metrics_are_answered() -> None:
     async def scenario(setup: Setup) -> None:
-        for path in ("/health", "/ready", "/ping", "/metrics"):
+        for path in ("/", "/health", "/ready", "/ping", "/metrics"):
             assert (await setup.client.get(path)).status_code != 401, path
         for given in ({}, bearer("kvf-wrong"), {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
             for method, path in (
@@ -135,6 +170,7 @@ def test_without_a_known_key_only_probes_and_metrics_are_answered() -> None:
                 ("POST", "/tokenize"),
                 ("POST", "/detokenize"),
                 ("GET", "/cluster"),
+                ("GET", "/cluster/live"),
                 ("GET", "/debug/route/x"),
                 ("GET", "/nowhere"),
             ):
@@ -191,6 +227,36 @@ def test_tokens_are_counted_when_a_request_has_ended() -> None:
         assert "tokens per minute" in refused.json()["error"]["message"]
 
     run(gateway(FakeDecode(), api_keys=f"{LINE} tpm=20"), scenario)
+
+
+def test_what_each_key_used_is_counted_by_name_and_nothing_is_of_strangers() -> None:
+    async def scenario(setup: Setup) -> None:
+        used = {}
+        for key, prompt in ((KEY, "Hello"), (OTHER, [5] * 30)):
+            answer = await setup.complete(prompt, max_tokens=4)
+            assert answer.status_code == 401
+            setup.client.headers.update(bearer(key))
+            used[key] = (await setup.complete(prompt, max_tokens=4)).json()["usage"]
+            setup.client.headers.update(bearer("kvf-wrong"))
+        setup.client.headers.update(bearer(KEY))
+        assert (await setup.complete("Hello")).status_code == 429
+        for name, key, refused in (("alice", KEY, 1), ("bob", OTHER, 0)):
+            counts = {
+                what: setup.metric(f"api_key_{what}_total", api_key_name=name)
+                for what in ("requests", "requests_refused", "prompt_tokens", "generation_tokens")
+            }
+            assert counts == {
+                "requests": 1,
+                "requests_refused": refused,
+                "prompt_tokens": used[key]["prompt_tokens"],
+                "generation_tokens": 4,
+            }
+        page = (await setup.client.get("/metrics")).text
+        assert set(re.findall(r'api_key_name="([^"]*)"', page)) == {"alice", "bob", "never"}
+        assert 'kvferry:api_key_requests_total{api_key_name="never"} 0.0' in page
+
+    never = new_key("never")[1]
+    run(gateway(FakeDecode(), api_keys=f"{LINE} rpm=1;{OTHER_LINE};{never}"), scenario)
 
 
 def test_requests_in_flight_are_given_back_when_they_end() -> None:

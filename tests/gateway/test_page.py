@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.nodes import BlockAccounts, Link, NodeLoad, NodeRecord, NodeState, Role
+from kvferry.services.gateway.api_keys import new_key
 from tests.gateway.browser import CHROMIUM, Tab, browser
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, gateway, run
@@ -188,6 +189,39 @@ def test_it_fits_a_phone_and_keeps_to_the_colours_that_are_asked_for(tmp_path: P
         assert (red + green + blue < 150) == dark
 
     in_browser(tmp_path, nodes, look)
+
+
+@needs_browser
+def test_it_asks_for_a_key_where_one_is_due_and_keeps_it_in_its_tab(tmp_path: Path) -> None:
+    key, line = new_key("operator")
+
+    async def enter(tab: Tab, given: str) -> None:
+        await tab.evaluate(f"document.querySelector('#key').value = '{given}'")
+        await tab.evaluate("document.querySelector('#key-form button').click()")
+
+    async def scenario(setup: Setup) -> None:
+        async with browser(tmp_path) as tab:
+            await tab.show(str(setup.client.base_url))
+            await tab.until("document.querySelector('#key-says')?.textContent.includes('asks for an API key')")
+            assert await tab.evaluate("document.querySelector('#no-access').offsetHeight") > 0
+            assert await tab.evaluate("document.querySelector('#status').textContent") == "no access"
+            await enter(tab, "kvf-wrong")
+            await tab.until("document.querySelector('#key-says').textContent.includes('does not know')")
+            await enter(tab, key)
+            await tab.until("document.querySelector('#status').textContent === 'all is well'")
+            assert await tab.evaluate("document.querySelector('#no-access').hidden")
+            assert await tab.evaluate("[localStorage.length, document.cookie, location.href.includes('kvf-')]") == [
+                0,
+                "",
+                False,
+            ]
+            await tab.show(str(setup.client.base_url))
+            await tab.until("document.querySelector('#status')?.textContent === 'all is well'")
+            refusals = [said for said in tab.complaints if "401" in said]
+            assert len(refusals) == 2  # one question per key, not one a second
+            assert tab.complaints == refusals
+
+    run(gateway(FakeDecode(), over_port=True, api_keys=line), scenario)
 
 
 @needs_browser

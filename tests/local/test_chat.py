@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.common.errors import Unavailable
 from kvferry.services.local import chat
+from kvferry.services.local.access import Access
 
 
 def answer(*pieces: str) -> bytes:
@@ -47,7 +48,7 @@ class Gateway:
 
 def test_the_answer_streams_and_the_next_turn_carries_the_history(monkeypatch, capsys):
     gateway = Gateway(monkeypatch, answer("Hel", "lo."), answer("Bye."), lines=["hi", "", "and you?", "/exit", "never"])
-    assert chat.main("http://gateway", None, system="be short", max_tokens=9) == 0
+    assert chat.main(Access("http://gateway"), None, system="be short", max_tokens=9) == 0
     shown = capsys.readouterr().out
     assert "tiny at http://gateway" in shown
     assert "Hello.\nBye.\n" in shown
@@ -66,7 +67,7 @@ def test_the_answer_streams_and_the_next_turn_carries_the_history(monkeypatch, c
 
 def test_reset_forgets_all_but_the_system_message(monkeypatch):
     gateway = Gateway(monkeypatch, answer("a"), answer("b"), lines=["one", "/reset", "two"])
-    chat.main("http://gateway", "tiny", system="s")
+    chat.main(Access("http://gateway"), "tiny", system="s")
     assert [message["content"] for message in gateway.asked[1]["messages"]] == ["s", "two"]
 
 
@@ -74,7 +75,7 @@ def test_an_error_is_shown_and_its_question_forgotten(monkeypatch, capsys):
     busy = httpx.Response(429, json={"error": {"message": "too busy", "type": "overloaded_error"}})
     broken = b'data: {"choices": [{"delta": {"content": "par"}}]}\n\ndata: {"error": {"message": "node died"}}\n\n'
     gateway = Gateway(monkeypatch, busy, broken, answer("ok"), lines=["one", "two", "three"])
-    chat.main("http://gateway", "tiny")
+    chat.main(Access("http://gateway"), "tiny")
     shown = capsys.readouterr().out
     assert "(error: too busy)" in shown
     assert "par\n(error: node died)" in shown
@@ -94,7 +95,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_shown(monkeypatch, capsys):
 
     stream = Interrupted()
     gateway = Gateway(monkeypatch, httpx.Response(200, stream=stream), answer("ok"), lines=["one", "two"])
-    chat.main("http://gateway", "tiny")
+    chat.main(Access("http://gateway"), "tiny")
     assert "so far (stopped)" in capsys.readouterr().out
     assert stream.closed
     assert gateway.asked[1]["messages"][1]["content"] == "so far"
@@ -102,11 +103,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_shown(monkeypatch, capsys):
 
 def test_ctrl_c_at_the_prompt_and_unknown_commands_do_not_leave(monkeypatch, capsys):
     gateway = Gateway(monkeypatch, answer("ok"), lines=[KeyboardInterrupt(), "/help", "hi"])
-    assert chat.main("http://gateway", "tiny") == 0
+    assert chat.main(Access("http://gateway"), "tiny") == 0
     assert chat.HELP in capsys.readouterr().out
     assert len(gateway.asked) == 1
 
 
 def test_no_gateway_is_said(capsys):
     with pytest.raises(Unavailable, match="kvferry up"):
-        chat.main("http://127.0.0.1:1", None)
+        chat.main(Access("http://127.0.0.1:1"), None)

@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.common.errors import Unavailable
 from kvferry.services.local import top
+from kvferry.services.local.access import Access
 from tests.e2e.cluster import Gateway, cluster
 
 LATENCIES = {"p50": 0.0123, "p95": 0.5, "p99": 2.0}
@@ -175,7 +176,7 @@ def test_a_terminal_is_redrawn_until_ctrl_c_and_then_left_as_it_was(answers: lis
         httpx.Response(200, json=state(now=103.0, num_requests=6)),
     ]
     out = Terminal()
-    assert top.main("http://gateway", out=out) == 0
+    assert top.main(Access("http://gateway"), out=out) == 0
     written = out.getvalue()
     assert written.startswith("\x1b[?1049h")
     assert written.endswith("\x1b[?1049l")
@@ -187,14 +188,14 @@ def test_a_terminal_is_redrawn_until_ctrl_c_and_then_left_as_it_was(answers: lis
 def test_a_pipe_gets_the_present_state_once_and_without_colours(answers: list[httpx.Response]) -> None:
     answers.append(httpx.Response(200, json=state()))
     out = io.StringIO()
-    assert top.main("http://gateway/", out=out) == 0
+    assert top.main(Access("http://gateway"), out=out) == 0
     assert out.getvalue() == shown(state()) + "\n"
 
 
 def test_without_a_gateway_it_says_so(answers: list[httpx.Response]) -> None:
     answers.append(httpx.Response(404, text="not here"))
     with pytest.raises(Unavailable, match="no gateway answers at http://gateway"):
-        top.main("http://gateway", once=True)
+        top.main(Access("http://gateway"), once=True)
 
 
 def _complete(gateway: Gateway, request_id: str, prompt: list[int]) -> None:
