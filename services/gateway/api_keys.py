@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ log = logging.getLogger("kvferry.gateway")
 
 PREFIX = "kvf-"
 LOOK_EVERY_S = 1.0
+MAX_FILE_BYTES = 16 * 2**20
 _LINE = re.compile(r"sha256:([0-9a-f]{64})[ \t]+([\w.@-]{1,64})((?:[ \t]+\w+=\S+)*)")
 _LIMITS = ("max_in_flight", "rpm", "tpm")
 
@@ -162,6 +164,10 @@ class ApiKeys:
         """None where no keys are configured: everyone may come in."""
         return ApiKeys(lines or "", Path(path) if path else None) if lines or path else None
 
+    @property
+    def names(self) -> list[str]:
+        return [tenant.record.name for tenant in self._tenants.values()]
+
     def tenant(self, key: str) -> Tenant:
         """Whose key this is, found in a time that does not tell how much of it was right. Raises InvalidApiKey."""
         self._look()
@@ -187,11 +193,13 @@ class ApiKeys:
         records = list(self._fixed)
         if self._path is not None:
             try:
-                stat = os.stat(self._path)
-                seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
+                found = os.stat(self._path)
+                seen = found.st_mtime_ns, found.st_size, found.st_ino
                 if seen == self._seen:
                     return
                 self._seen = seen
+                if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:  # a pipe would be waited for
+                    raise ConfigError(f"API keys {self._path}: expected a file of at most {MAX_FILE_BYTES} bytes")
                 records += _parse(self._path.read_text("utf-8"), str(self._path))
             except (OSError, UnicodeDecodeError) as exc:
                 raise ConfigError(f"API keys {self._path}: {exc}", param="api_keys_file") from exc

@@ -74,7 +74,7 @@ class Gateway:
         self.app = FastAPI(
             title="kvferry", version=kvferry.__version__, openapi_url=None, lifespan=lambda app: self.running()
         )
-        guard(self.app, config.gateway)
+        guard(self.app, config.gateway, self.metrics)
         self.app.add_middleware(RequestIds)
         errors.install(self.app)
         tool_form = tool_form_of(config.gateway.tool_call_parser, tokenizer.chat_template)
@@ -83,7 +83,7 @@ class Gateway:
         self.admin_app: FastAPI | None = None
         if config.gateway.admin_port is not None:
             self.admin_app = FastAPI(title="kvferry admin", version=kvferry.__version__)
-            guard(self.admin_app, config.gateway)
+            guard(self.admin_app, config.gateway, self.metrics)
             self.admin_app.add_middleware(RequestIds)
             errors.install(self.admin_app)
         routes = Routes(config.gateway, config.served_model, intake, self.service, self.view)

@@ -13,10 +13,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.common.log import log_fields
+from kvferry.services.gateway.api_keys import Tenant
 from kvferry.services.gateway.errors import QUIET_PATHS, BodyTooLarge, RequestTimeout
 from kvferry.services.gateway.recent import RecentRequest
 
 log = logging.getLogger("kvferry.access")
+
+MIN_BODY_BYTES_PER_S = 1024
 
 
 class RequestIds:
@@ -49,10 +52,17 @@ class RequestIds:
 
 
 def _log_access(scope: Scope, status: int, took_s: float, request_id: str) -> None:
-    """One line. `ended` in the scope's state says what the nodes did for it. Never the query, a header or a body."""
-    method, path = scope["method"], scope["path"]
+    """One line. The scope's state says whose API key it came with (`tenant`) and what the nodes did for it (`ended`).
+
+    Never the key, the query, a header or a body.
+    """
+    method, path = scope["method"], _printable(scope["path"])
     facts: dict[str, object] = {"method": method, "path": path, "status": status, "duration_s": round(took_s, 6)}
-    ended = scope["state"].get("ended")
+    tenant, ended = scope["state"].get("tenant"), scope["state"].get("ended")
+    whose = ""
+    if isinstance(tenant, Tenant):
+        facts["api_key_name"] = tenant.record.name
+        whose = f" of {tenant.record.name}"
     if isinstance(ended, RecentRequest):
         facts |= {
             "prompt_tokens": ended.prompt_tokens,
@@ -63,18 +73,28 @@ def _log_access(scope: Scope, status: int, took_s: float, request_id: str) -> No
             "ended": ended.ended,
         }
     level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
-    log.log(level, "%s %s %s %.3fs %s", method, path, status or "gone", took_s, request_id, extra=facts)
+    log.log(level, "%s %s %s %.3fs %s%s", method, path, status or "gone", took_s, request_id, whose, extra=facts)
+
+
+def _printable(path: str) -> str:
+    """Who chooses the path must not write lines of our log, or to the terminal that shows it."""
+    return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
 async def read_body(request: Request, limit_bytes: int, stall_timeout_s: float) -> bytes:
-    """Raises BodyTooLarge as soon as that is known, and RequestTimeout when nothing comes for too long."""
+    """Raises BodyTooLarge as soon as that is known, and RequestTimeout when nothing comes for too long, or too little.
+
+    Too little: less than `MIN_BODY_BYTES_PER_S`, but for the first `stall_timeout_s`.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes, the limit is {limit_bytes}")
     chunks: list[bytes] = []
     num_bytes = 0
-    stream = request.stream()
+    stream, begun_s = request.stream(), time.monotonic()
     while (chunk := await _next_chunk(stream, stall_timeout_s)) is not None:
+        if (took_s := time.monotonic() - begun_s) > stall_timeout_s + num_bytes / MIN_BODY_BYTES_PER_S:
+            raise RequestTimeout(f"only {num_bytes} bytes of the body came in {took_s:.0f} s")
         num_bytes += len(chunk)
         if num_bytes > limit_bytes:
             raise BodyTooLarge(f"the body has more than {limit_bytes} bytes, the limit")

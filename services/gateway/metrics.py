@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -12,6 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from kvferry.common.errors import Draining, NodeLost, Unavailable
 from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes, SamplingParams
 from kvferry.services.gateway.breaker import BreakerView
+from kvferry.services.gateway.plan import RouteKind
 
 # Up to CPU minutes: a first token may take a 1,500-token prompt's seconds behind a queue.
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
@@ -20,6 +21,8 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000,
 
 _COUNT_BUCKETS = (0, *_LENGTH_BUCKETS)
 _N_BUCKETS = (1, 2, 5, 10, 20)
+
+_ERROR_BUCKETS = (-40, -10, -2.5, -1, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 40)
 
 _Mode = Literal["livesum", "livemin", "livemax"]
 
@@ -106,14 +109,38 @@ class GatewayMetrics:
         self.breaker_opens = counter("breaker_opens", "times that a failing decode node was taken out for a while")
         self.breakers = gauge("breakers", "decode nodes by breaker, if not closed", "livemax", ("state",))
         self.note_breakers(())
+        decisions = counter("route_decisions", "decisions by who is counted on for most of the prompt", ("kind",))
+        self.route_decisions = {kind: decisions.labels(kind) for kind in get_args(RouteKind)}
+        self.route_error = histogram(
+            "route_ttft_error_seconds", "time from routing to the first token, less what was predicted", _ERROR_BUCKETS
+        )
         self.aborted = counter("requests_aborted", "HTTP requests whose client left")
         self.stalled = counter("client_stalls", "HTTP requests whose client accepted nothing for too long")
+        of_key = ("api_key_name",)
+        self._key_requests = counter("api_key_requests", "generations admitted, by the key's name", of_key)
+        self._key_refused = counter("api_key_requests_refused", "refused: a limit of the key was used up", of_key)
+        self._key_prompt = counter("api_key_prompt_tokens", "prompt tokens by the key's name", of_key)
+        self._key_generation = counter("api_key_generation_tokens", "tokens produced, by the key's name", of_key)
         self.errors = counter("request_errors", "admitted HTTP requests that ended in an error", ("code",))
 
     def note_breakers(self, breakers: Iterable[BreakerView]) -> None:
         states = [breaker.state for breaker in breakers]
         for state in ("open", "half_open"):
             self.breakers.labels(state).set(states.count(state))
+
+    def key_known(self, name: str) -> None:
+        """`name`: of a key that is configured, never what a stranger has sent."""
+        for each in (self._key_requests, self._key_refused, self._key_prompt, self._key_generation):
+            each.labels(name)
+
+    def key_used(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """A request that the key's limits let in has ended, however."""
+        self._key_requests.labels(name).inc()
+        self._key_prompt.labels(name).inc(prompt_tokens)
+        self._key_generation.labels(name).inc(generation_tokens)
+
+    def key_refused(self, name: str) -> None:
+        self._key_refused.labels(name).inc()
 
     def prompt_accepted(self, num_tokens: int, sampling: SamplingParams, n: int) -> None:
         self._prompt_tokens.inc(num_tokens)

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.common.errors import Overloaded
 from kvferry.common.log import JsonFormatter
+from kvferry.services.gateway.api_keys import new_key
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, gateway, run
 
@@ -62,6 +63,36 @@ def test_a_request_is_one_line_with_its_numbers_and_without_its_words(out: io.St
             assert secret not in written
 
     run(gateway(FakeDecode(Behaviour(cached_tokens=2))), scenario)
+
+
+def test_it_names_the_key_and_does_not_show_it(out: io.StringIO) -> None:
+    key, kept = new_key("alice")
+
+    async def scenario(setup: Setup) -> None:
+        for given in (key, "kvf-wrong"):
+            await setup.client.post(
+                "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"authorization": f"Bearer {given}"}
+            )
+        known, unknown = access(out)
+        assert (known["status"], known["api_key_name"]) == (200, "alice")
+        assert known["message"].endswith(" of alice")
+        assert unknown["status"] == 401
+        assert "api_key_name" not in unknown
+        for secret in (key, "kvf-wrong", kept.split()[0].removeprefix("sha256:")):
+            assert secret not in out.getvalue()
+
+    run(gateway(FakeDecode(), api_keys=kept), scenario)
+
+
+def test_a_path_cannot_write_lines_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(setup: Setup) -> None:
+        with caplog.at_level(logging.INFO, "kvferry.access"):
+            await setup.client.get("/v1/models/x%0A00:00:00%20I%20forged%1B[2J%E2%80%AE")
+        (record,) = [record for record in caplog.records if record.name == "kvferry.access"]
+        assert "x\\n00:00:00 I forged\\x1b[2J\\u202e 404" in record.getMessage()
+        assert record.getMessage().isprintable()
+
+    run(gateway(FakeDecode()), scenario)
 
 
 def test_lines_of_a_request_that_fails_carry_its_id(out: io.StringIO) -> None:
