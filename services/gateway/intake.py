@@ -118,7 +118,9 @@ class Intake:
 
     def tool_parser(self, body: ChatRequest) -> Callable[[], ToolCallParser] | None:
         """Makes what reads the calls in a choice's text; None: all of it is content."""
-        return partial(PARSERS[self._form], body.may_call) if body.may_call else None
+        if not body.may_call:
+            return None
+        return partial(PARSERS[self._form], body.may_call, is_held=body.choice.is_demand)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)

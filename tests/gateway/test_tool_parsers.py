@@ -7,11 +7,12 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.services.gateway.tool_parsers import (
     PARSERS,
+    Arguments,
     HermesParser,
     LlamaJsonParser,
     Part,
@@ -26,13 +27,18 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": 1}}'
 
 
-def read(parser: type[ToolCallParser], pieces: Sequence[str]) -> list[Part]:
-    reading = parser(NAMES)
+def read(parser: type[ToolCallParser], pieces: Sequence[str], *, is_held: bool = False) -> list[Part]:
+    """The parts, pieces of content and of arguments joined."""
+    reading = parser(NAMES, is_held=is_held)
     parts = [part for piece in pieces for part in reading.push(piece)] + reading.flush()
     joined: list[Part] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part
+        elif isinstance(part, Arguments):
+            call = joined.pop()
+            assert isinstance(call, ToolCall)
+            joined.append(ToolCall(call.name, call.arguments + part.text))
         else:
             joined.append(part)
     return joined
@@ -137,6 +143,56 @@ def test_any_cut_of_the_text_gives_the_same_calls_and_content(text: str, data: s
                 assert isinstance(json.loads(part.arguments), dict)
         if not any(isinstance(part, ToolCall) for part in whole):
             assert "".join(map(str, whole)) == text
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_arguments_of_a_held_call_come_as_they_are_written(parser: type[ToolCallParser]) -> None:
+    opening, key = ("<tool_call>\n", "arguments") if parser is HermesParser else ("", "parameters")
+    reading = parser(NAMES, is_held=True)
+    assert reading.push(f'{opening}{{"name": "f", "{key}": ') == []
+    assert reading.push('{"a') == [ToolCall("f", ""), Arguments('{"a')]
+    assert reading.push('": "}') == [Arguments('": "}')]
+    assert reading.is_cut_off
+    assert reading.push('"}') == [Arguments('"}')]
+    assert not reading.is_cut_off
+    assert reading.push("}") == []
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), JSON, max_size=3)), max_size=3)
+
+
+@settings(deadline=None)
+@given(CALLS, st.booleans(), st.data())
+def test_a_held_output_is_the_same_calls_whole_in_pieces_and_read_as_any_other(
+    calls: list[tuple[str, dict[str, object]]], ascii_only: bool, data: st.DataObject
+) -> None:
+    written = [(name, json.dumps(given, ensure_ascii=ascii_only)) for name, given in calls]
+    for parser, opening, key, closing, between in (
+        (HermesParser, "<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+        (LlamaJsonParser, "", "parameters", "", "; "),
+    ):
+        text = between.join(f'{opening}{{"name": "{n}", "{key}": {given}}}{closing}' for n, given in written)
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6), label="cuts"))
+        expected = [ToolCall(*call) for call in written]
+        for pieces in ([text], list(text), [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]):
+            for is_held in (True, False):
+                assert read(parser, pieces, is_held=is_held) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(BITS), max_size=8).map("".join), st.data())
+def test_any_cut_of_any_text_gives_a_held_parser_the_same_parts(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6), label="cuts"))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    for parser in PARSERS.values():
+        whole = read(parser, [text], is_held=True)
+        assert read(parser, pieces, is_held=True) == whole
+        assert read(parser, list(text), is_held=True) == whole
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ NAMED = {"type": "function", "function": {"name": "lookup"}}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"q": "é"}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
+ABCS = json.dumps({"q": "abc def ghi " * 10}, indent=1)
+LONG = f'<tool_call>\n{{"name": "lookup", "arguments": {ABCS}}}\n</tool_call>'
+
 
 def saying(text: str, **how: Any) -> FakeDecode:
     does = Behaviour(tokens=lambda request, index: TOKENIZER.encode(text), stop_token_id=IM_END, **how)
@@ -80,14 +83,53 @@ def test_the_finish_reason_is_tool_calls_exactly_when_there_are_calls(
     run(gateway(saying(said, tokens_per_step=tokens_per_step), tokenizer=TOKENIZER), scenario)
 
 
-def test_an_output_that_was_cut_off_in_a_call_has_none() -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_an_output_that_was_cut_off_before_a_calls_arguments_has_none(choice: str) -> None:
     async def scenario(setup: Setup) -> None:
-        (choice,) = (await setup.chat("Hi", tools=[LOOKUP], tool_choice="required", max_tokens=20)).json()["choices"]
-        assert choice["finish_reason"] == "length"
-        assert "tool_calls" not in choice["message"]
-        assert CALL.startswith(choice["message"]["content"])
+        (made,) = (await setup.chat("Hi", tools=[LOOKUP], tool_choice=choice, max_tokens=20)).json()["choices"]
+        assert made["finish_reason"] == "length"
+        assert "tool_calls" not in made["message"]
+        assert CALL.startswith(made["message"]["content"])
 
     run(gateway(saying(CALL), tokenizer=TOKENIZER), scenario)
+
+
+def test_a_demanded_call_that_was_cut_off_shows_how_far_it_came_and_ends_as_the_output_did() -> None:
+    size = len(TOKENIZER.encode(LONG)) - 20
+
+    async def scenario(setup: Setup) -> None:
+        for fields in ({"max_tokens": size}, {"stop": ["f"]}):
+            demand = {"tools": [LOOKUP], "tool_choice": "required", **fields}
+            (whole,) = (await setup.chat("Hi", **demand)).json()["choices"]
+            (call,) = whole["message"]["tool_calls"]
+            assert call["function"]["name"] == "lookup"
+            assert 0 < len(call["function"]["arguments"]) < len(ABCS)
+            assert ABCS.startswith(call["function"]["arguments"])
+            streamed = put_together(events((await setup.chat("Hi", **demand, stream=True)).text))
+            assert streamed["tool_calls"][0]["function"] == call["function"]
+            assert streamed["finish_reason"] == whole["finish_reason"] == ("stop" if "stop" in fields else "length")
+        auto = (await setup.chat("Hi", tools=[LOOKUP], max_tokens=size)).json()["choices"][0]
+        assert "tool_calls" not in auto["message"]
+
+    run(gateway(saying(LONG), tokenizer=TOKENIZER), scenario)
+
+
+def test_arguments_of_a_demanded_call_are_streamed_as_they_are_written() -> None:
+    async def scenario(setup: Setup) -> None:
+        for choice, pieces in (("required", 20), ("auto", 1)):
+            demand = {"tools": [LOOKUP], "tool_choice": choice}
+            (whole,) = (await setup.chat("Hi", **demand)).json()["choices"]
+            stream = events((await setup.chat("Hi", **demand, stream=True)).text)
+            deltas = [c["delta"] for event in stream for c in event["choices"] if "tool_calls" in c["delta"]]
+            (first,) = deltas[0]["tool_calls"]
+            assert (first["function"], first["type"]) == ({"name": "lookup", "arguments": ""}, "function")
+            rest = [call["function"]["arguments"] for delta in deltas[1:] for call in delta["tool_calls"]]
+            assert len(rest) >= pieces
+            assert (len(rest) == 1) == (choice == "auto")
+            assert "".join(rest) == whole["message"]["tool_calls"][0]["function"]["arguments"] == ABCS
+            assert put_together(stream)["finish_reason"] == "tool_calls"
+
+    run(gateway(saying(LONG), tokenizer=TOKENIZER), scenario)
 
 
 def test_text_that_only_looks_like_a_call_stays_text_where_none_may_be_made() -> None:
