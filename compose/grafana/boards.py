@@ -1,78 +1,31 @@
 """Grafana's boards as code: `make generated` writes dashboards/*.json.
 
-Panels are said in one line each; what they have in common is here. Needs the package grafana-foundation-sdk.
+Panels are said in one line each; what they have in common is in charts.py. Needs the package grafana-foundation-sdk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable, Row
-from grafana_foundation_sdk.builders.prometheus import Dataquery
-from grafana_foundation_sdk.builders.timeseries import Panel
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import StackingMode
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync
+
+from compose.grafana.charts import SOURCE, Chart, Rows, mean, quantiles, rate, within
 
 FOLDER = Path(__file__).with_name("dashboards")
-SOURCE = DataSourceRef(type_val="prometheus", uid="$source")
 NODE = 'job=~"prefill|decode|both",instance=~"$node"'
-
-
-@dataclass(frozen=True)
-class Chart:
-    """`queries`: PromQL -> legend. `width`: of 24 columns."""
-
-    title: str
-    unit: str
-    queries: dict[str, str]
-    says: str = ""
-    width: int = 8
-    stacked: bool = False
-
-    def panel(self) -> Panel:
-        made = Panel().title(self.title).unit(self.unit).description(self.says).datasource(SOURCE)
-        made = made.span(self.width).height(8).fill_opacity(20 if self.stacked else 5).min(0)
-        for query, legend in self.queries.items():
-            made = made.with_target(Dataquery().expr(query).legend_format(legend).range())
-        if self.stacked:
-            from grafana_foundation_sdk.builders.common import StackingConfig
-
-            made = made.stacking(StackingConfig().mode(StackingMode.NORMAL))
-        return made
-
-
-def rate(counter: str, by: str = "", labels: str = "") -> str:
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate(kvferry:{counter}{{{labels}}}[$__rate_interval]))"
-
-
-def quantiles(histogram: str, labels: str = "", of: Sequence[float] = (0.5, 0.95, 0.99)) -> dict[str, str]:
-    buckets = f"sum by (le) (rate(kvferry:{histogram}_bucket{{{labels}}}[$__rate_interval]))"
-    return {f"histogram_quantile({q}, {buckets})": f"p{100 * q:g}" for q in of}
-
-
-def mean(histogram: str, labels: str = "") -> str:
-    return f"{rate(f'{histogram}_sum', labels=labels)} / {rate(f'{histogram}_count', labels=labels)}"
-
-
-def within(histogram: str, seconds: float) -> str:
-    """The share of observations up to `seconds`, which must be one of its buckets."""
-    inside = rate(f"{histogram}_bucket", labels=f'le="{seconds}"')
-    return f"{inside} / {rate(f'{histogram}_count')}"
-
-
 BY = "transport"
 GATEWAY = 'job="gateway"'
 SOURCES, HITS = "prompt_tokens_by_source_total", f'{NODE},source="local_cache_hit"'
+KEY = "api_key_name"
+KEY_TOKENS = f"{rate('api_key_prompt_tokens_total', KEY)} + {rate('api_key_generation_tokens_total', KEY)}"
 FIRST_TOKEN = {
     mean(f"request_{part}_time_seconds"): legend
     for part, legend in (("queue", "queue"), ("prefill", "prefill"), ("transfer", "blocks"), ("first_step", "step"))
 }
 
-OVERVIEW = {
+OVERVIEW: Rows = {
     "Objectives": (
         Chart("Time to first token", "s", quantiles("time_to_first_token_seconds"), "Objective: p95 below 2.5 s."),
         Chart("Inter-token latency", "s", quantiles("inter_token_latency_seconds"), "Objective: p99 below 0.25 s."),
@@ -91,6 +44,19 @@ OVERVIEW = {
             {rate("request_success_total", "finished_reason", GATEWAY): "{{finished_reason}}"},
         ),
         Chart("What the first token waits for (mean)", "s", FIRST_TOKEN, stacked=True),
+        Chart(
+            "Time per output token",
+            "s",
+            quantiles("request_time_per_output_token_seconds"),
+            "TPOT: a finished choice's mean, behind its first token.",
+        ),
+        Chart("Decode time", "s", quantiles("request_decode_time_seconds"), "First to last token of a choice."),
+        Chart(
+            "Breakers, by gateway",
+            "short",
+            {"sum by (instance, state) (kvferry:breakers)": "{{instance}} {{state}}"},
+            "Decode nodes that are left alone because they failed.",
+        ),
     ),
     "Traffic": (
         Chart(
@@ -108,10 +74,29 @@ OVERVIEW = {
             "percentunit",
             {f"{rate('prompt_tokens_cached_total')} / {rate('prompt_tokens_total', labels=GATEWAY)}": "hits"},
         ),
+        Chart(
+            "Prompt tokens by source",
+            "short",
+            {rate("prompt_tokens_by_source_total", "source", GATEWAY): "{{source}}"},
+            "Per second: where decode nodes had them from.",
+            stacked=True,
+        ),
+        Chart(
+            "Tokens by API key",
+            "short",
+            {f"topk(10, {KEY_TOKENS})": "{{api_key_name}}"},
+            "Per second, prompt and output, of the ten busiest keys.",
+        ),
+        Chart(
+            "Refused by API key",
+            "reqps",
+            {f"topk(10, {rate('api_key_requests_refused_total', KEY)})": "{{api_key_name}}"},
+            "A limit of the key was used up.",
+        ),
     ),
 }
 
-POOLS = {
+POOLS: Rows = {
     pool.capitalize(): (
         Chart("Running", "short", {f'kvferry:num_requests_running{{job="{pool}"}}': "{{instance}}"}, width=6),
         Chart("Waiting", "short", {f'kvferry:num_requests_waiting{{job="{pool}"}}': "{{instance}}"}, width=6),
@@ -143,7 +128,7 @@ POOLS = {
     for pool in ("prefill", "decode")
 }
 
-CACHE = {
+CACHE: Rows = {
     "Blocks": (
         Chart(
             "Accounts",
@@ -175,6 +160,24 @@ CACHE = {
             },
         ),
         Chart(
+            "Hit rate, by node",
+            "percentunit",
+            {
+                f"{rate('prefix_cache_hits_total', 'instance', NODE)}"
+                f" / {rate('prefix_cache_queries_total', 'instance', NODE)}": "{{instance}}"
+            },
+            "Of the prompt tokens that were looked up in the node's own cache.",
+        ),
+        Chart(
+            "Hit rate at other nodes",
+            "percentunit",
+            {
+                f"{rate('external_prefix_cache_hits_total', 'instance', NODE)}"
+                f" / {rate('external_prefix_cache_queries_total', 'instance', NODE)}": "{{instance}}"
+            },
+            "Of the prompt tokens that were missing here: given by others.",
+        ),
+        Chart(
             "Index lookups",
             "reqps",
             {rate("index_lookups_total"): "answered", rate("index_lookup_failures_total"): "failed or late"},
@@ -183,7 +186,7 @@ CACHE = {
     ),
 }
 
-TRANSFER = {
+TRANSFER: Rows = {
     "The ferry": (
         Chart("Bytes pulled", "Bps", {rate("transfer_bytes_total", "transport"): "{{transport}}"}, stacked=True),
         Chart("Blocks pulled", "short", {rate("transfer_blocks_total", "transport"): "{{transport}}"}, stacked=True),
@@ -209,7 +212,24 @@ TRANSFER = {
     ),
 }
 
-REQUEST = {
+REQUEST: Rows = {
+    "Routing": (
+        Chart(
+            "Decisions",
+            "reqps",
+            {rate("route_decisions_total", "kind"): "{{kind}}"},
+            "Who is counted on for most of the prompt.",
+            stacked=True,
+        ),
+        Chart(
+            "First token: measured less predicted",
+            "s",
+            quantiles("route_ttft_error_seconds", of=(0.05, 0.5, 0.95)),
+            "Above 0: it came later than the router thought. Exact to the buckets.",
+            below_zero=True,
+        ),
+        Chart("Breakers opened", "short", {rate("breaker_opens_total", "instance"): "{{instance}}"}, "Per second."),
+    ),
     "From the socket to the first token": (
         Chart(
             "Parts of the first token (mean)",
@@ -242,7 +262,7 @@ REQUEST = {
     ),
 }
 
-BOARDS = {
+BOARDS: dict[str, tuple[str, Rows]] = {
     "overview": ("kvferry: overview", OVERVIEW),
     "pools": ("kvferry: prefill and decode", POOLS),
     "cache": ("kvferry: blocks and prefix cache", CACHE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.common.nodes import NodeRecord, Role
 from kvferry.common.requests import Holder, PrefillCandidate
@@ -12,6 +12,8 @@ from kvferry.common.requests import Holder, PrefillCandidate
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
 DEFAULT_STEP_MS = 20.0
 DEFAULT_BYTES_PER_S = 1e9
+
+RouteKind = Literal["local", "remote_prefill", "cached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,13 @@ class Plan:
     def ttft_ms(self) -> float:
         """Predicted."""
         return self.chosen.cost.ttft_ms
+
+    @property
+    def kind(self) -> RouteKind:
+        """Who is counted on for most of the prompt: caches, another node, or the decode node."""
+        if 2 * self.chosen.num_uncached < self.num_tokens:
+            return "cached"
+        return "local" if self.chosen.computed_by == self.decode.instance_id else "remote_prefill"
 
     def compact(self) -> str:
         """For a response header: `decode=d0 prefill=p0 matched=31 cost_ms=12.5`."""

@@ -95,6 +95,7 @@ class PromptRun:
         self._submission: Submission | None = None
         self._entry: LedgerEntry | None = None
         self._plan: Plan | None = None
+        self._planned_at_s = 0.0
         self._tried: frozenset[str] = frozenset()
         self._decides = decides
         self._num_refusals = 0
@@ -134,7 +135,7 @@ class PromptRun:
         )
         self._span.phase("route", began_s, time.monotonic(), node=plan.decode.node_id, attempt=self.attempt)
         self._tried |= {plan.decode.instance_id}
-        self._plan = plan
+        self._plan, self._planned_at_s = plan, time.monotonic()
         self._entry = service.ledger.open(plan, self._job.n)
         self._submission = service.pool.submit(plan.decode, request, self._mailbox)
 
@@ -150,6 +151,9 @@ class PromptRun:
             self._entry.prompt_done()
         if not self.has_output:
             self.has_output = True
+            if self._plan is not None:
+                took_s = time.monotonic() - self._planned_at_s
+                self._service.metrics.route_error.observe(took_s - self._plan.ttft_ms / 1e3)
             self.logprobs = output.prompt_logprobs
             self.times = output.times
         if self._submission is not None and not self._submission.request.resumed:

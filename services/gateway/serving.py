@@ -101,6 +101,7 @@ class Service:
         plans = self._plans.setdefault(job.response_id, [])
         plans.append(plan)
         log_decision(plan, job.request_id)
+        self.metrics.route_decisions[plan.kind].inc()
         self._plans[job.request_id] = plans
         while len(self._plans) > NUM_REMEMBERED_PLANS:
             self._plans.popitem(last=False)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.services.gateway.api_keys import new_key
 from tests.e2e.cluster import Cluster, Gateway, Node, Process, cluster, free_port
 
 BOARDS = Path(__file__).parents[2] / "compose/grafana/dashboards"
@@ -45,7 +46,7 @@ def start_prometheus(nodes: Cluster, targets: dict[str, list[str]]) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def traffic(gateway: Gateway, prefill: Node) -> None:
+def traffic(gateway: Gateway, prefill: Node, headers: dict[str, str]) -> None:
     """Long and short prompts, shared and not, of several samples; at the end without a prefill node."""
     rng = random.Random(0)
     stem = rng.choices(range(3, 500), k=200)
@@ -55,8 +56,9 @@ def traffic(gateway: Gateway, prefill: Node) -> None:
             prefill.stop(signal.SIGKILL)
         prompt = stem + rng.choices(range(3, 500), k=rng.randrange(20, 100))
         body = {"model": "test", "prompt": prompt, "max_tokens": 20, "n": 2, "temperature": 1, "ignore_eos": True}
-        assert httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60).status_code == 200
-        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body | {"stream": True, "max_tokens": 400}):
+        url = f"{gateway.url}/v1/completions"
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+        with httpx.stream("POST", url, json=body | {"stream": True, "max_tokens": 400}, headers=headers):
             pass  # leaves at once
 
 
@@ -77,7 +79,8 @@ def test_every_panel_has_data(tiny_model: Path, tmp_path: Path) -> None:
         decode = nodes.start_node("decode", "--local-prefill-max-tokens", "16", wait=False)
         for node in (prefill, decode):
             nodes.wait_node(node)
-        gateway = nodes.start_gateway()
+        key, line = new_key("alice")
+        gateway = nodes.start_gateway("--api-keys", line)
         url = start_prometheus(
             nodes,
             {
@@ -86,7 +89,7 @@ def test_every_panel_has_data(tiny_model: Path, tmp_path: Path) -> None:
                 "decode": [decode.record().metrics_address],
             },
         )
-        traffic(gateway, prefill)
+        traffic(gateway, prefill, {"authorization": f"Bearer {key}"})
         down = [series["metric"] for series in ask(url, "up") if series["values"][-1][1] != "1"]
         assert [target["job"] for target in down] == ["prefill"], down
         empty = [f"{panel}: {query}" for panel, query in queries() if not ask(url, query)]

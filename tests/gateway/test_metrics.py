@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import pytest
 
+from kvferry.common.nodes import Role
 from kvferry.common.requests import RequestTimes
+from kvferry.services.gateway.plan import RouteKind, RouteRequest
+from kvferry.services.gateway.router import choose
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, eventually, gateway, run
+from tests.gateway.test_router import node
 
 IDS = list(range(40, 60))
 TIMES = RequestTimes(queue_s=1.0, prefill_s=2.0, transfer_s=0.5, first_step_s=0.25)
@@ -49,6 +54,51 @@ def test_prompt_tokens_by_source_sum_to_the_prompt() -> None:
         assert sum(sources.values()) == setup.metric("prompt_tokens_total")
 
     run(gateway(FakeDecode(Behaviour(cached_tokens=4, received_tokens=10))), scenario)
+
+
+def test_each_decision_is_of_one_kind_and_each_first_token_is_held_against_its_prediction() -> None:
+    decode = FakeDecode(role=Role.DECODE, max_model_len=4096)
+    prefill = FakeDecode(node_id="p0", role=Role.PREFILL, max_model_len=4096)
+
+    async def scenario(setup: Setup) -> None:
+        for _ in range(3):
+            assert (await setup.complete(IDS * 90, max_tokens=1)).status_code == 200
+        kinds = {kind: setup.metric("route_decisions_total", kind=kind) for kind in get_args(RouteKind)}
+        assert kinds == {"local": 0, "remote_prefill": 3, "cached": 0}
+        errors = {le: setup.metric("route_ttft_error_seconds_bucket", le=le) for le in ("-0.5", "40.0")}
+        assert errors == {"-0.5": 3, "40.0": 3}  # predicted at 1,000 tokens/s: 1.8 s
+
+    run(gateway(decode, prefill), scenario)
+
+
+def test_a_first_token_that_never_came_is_held_against_no_prediction() -> None:
+    async def scenario(setup: Setup) -> None:
+        silent = asyncio.create_task(setup.complete(IDS, max_tokens=1))
+        await eventually(lambda: setup.nodes[0].num_running == 1)
+        assert setup.metric("route_ttft_error_seconds_count") == 0
+        silent.cancel()
+        await asyncio.gather(silent, return_exceptions=True)
+        assert setup.metric("route_ttft_error_seconds_count") == 0  # none came
+
+    run(gateway(FakeDecode(Behaviour(hang_after=0))), scenario)
+
+
+@pytest.mark.parametrize(
+    ("roles", "num_tokens", "matched", "kind"),
+    [
+        ("decode prefill", 1600, 0, "remote_prefill"),
+        ("decode prefill", 1600, 20, "remote_prefill"),
+        ("decode prefill", 1600, 80, "cached"),
+        ("decode", 1600, 0, "local"),
+        ("both", 1600, 0, "local"),
+        ("both", 1600, 99, "cached"),
+    ],
+)
+def test_the_kind_says_who_is_counted_on_for_most_of_the_prompt(
+    roles: str, num_tokens: int, matched: int, kind: RouteKind
+) -> None:
+    nodes = [node(role, Role(role)) for role in roles.split()]
+    assert choose(RouteRequest("r", num_tokens), nodes, {nodes[0].instance_id: matched}).kind == kind
 
 
 def test_choices_wait_until_their_first_token_and_no_longer_than_the_request() -> None:
