@@ -50,6 +50,8 @@ def error_response(error: KvferryError) -> Response:
     if isinstance(error, Overloaded | Unavailable):
         seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_AFTER_S
         headers = {"retry-after": str(seconds)}
+    if isinstance(error, RequestTimeout):
+        headers = {"connection": "close"}  # the rest of the body may never come
     return _json(error.http_status, error_body(error), headers)
 
 

@@ -41,6 +41,8 @@ ADMIN_PATHS = frozenset({"/", "/cluster", "/cluster/live", "/debug/route/{reques
 SHARED_PATHS = frozenset({"/health", "/ready", "/version"})
 LARGE_BODY_BYTES = 64 * 2**10  # larger ones are parsed off the event loop
 
+LONG_TOKENS = 4096  # more are turned into text off the event loop
+
 T = TypeVar("T", bound=Shape)
 
 
@@ -160,8 +162,13 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         body = await self._parse(DetokenizeRequest, request)
         self._intake.check_model(body.model)
-        self._intake.check_ids(body.tokens, "tokens")
-        return _json({"prompt": self._service.tokenizer.decode(body.tokens)})
+
+        def decode() -> str:
+            self._intake.check_ids(body.tokens, "tokens")
+            return self._service.tokenizer.decode(body.tokens)
+
+        text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_TOKENS else decode()
+        return _json({"prompt": text})
 
     # ---- operation
 

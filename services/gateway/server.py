@@ -23,6 +23,7 @@ log = logging.getLogger("kvferry.gateway")
 
 LISTEN_BACKLOG = 2048
 KEEP_ALIVE_S = 75  # for the next request, or the rest of a header
+MAX_HEADER_BYTES = 64 * 2**10
 AFTER_DRAIN_S = 5.0  # for the last events to leave
 
 
@@ -74,25 +75,59 @@ def open_listeners(config: GatewayConfig) -> list[socket.socket]:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Drops connections that send no whole request, and lets the app drop one at once with all that is unsent."""
+    """Drops connections that send no whole header in time, and refuses endless ones; uvicorn waits for both for ever.
+
+    Lets the app drop a connection at once with all that is unsent.
+    """
+
+    _in_header = False
+    _header_bytes = 0  # of the header that comes in: parsed, or arrived behind its first piece
+    _due_s: float | None = None  # when that header must be whole
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request()
+        self._expect_header()
 
     def data_received(self, data: bytes) -> None:
+        was_in_header, before = self._in_header, self._header_bytes
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._expect_request()
+        if was_in_header and self._in_header:
+            self._header_bytes = before + len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response("")
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            self._expect_header()
 
-    def _expect_request(self) -> None:
-        """uvicorn waits for ever for the first request and for the rest of a header."""
+    def _expect_header(self) -> None:
+        """However it trickles in: the time begins with its first byte, or with the connection."""
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self._due_s is None:
+            self._due_s = self.loop.time() + self.timeout_keep_alive
+        self.timeout_keep_alive_task = self.loop.call_at(self._due_s, self.timeout_keep_alive_handler)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_header, self._header_bytes = True, 0
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the header is too large")  # which ends the parsing
+
+    def on_headers_complete(self) -> None:
+        self._in_header, self._due_s = False, None
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not (self._in_header and self._header_bytes > MAX_HEADER_BYTES):
+            super().send_400_response(msg)
+            return
+        line, text = b"431 Request Header Fields Too Large", b"the header has more than %d bytes" % MAX_HEADER_BYTES
+        head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(text)
+        self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (line, head, text))
+        self.transport.close()
 
 
 class Server(uvicorn.Server):

@@ -6,12 +6,13 @@ import asyncio
 import json
 import random
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import pytest
 
-from kvferry.services.gateway import server
+from kvferry.services.gateway import asgi, server
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, eventually, gateway, run, text_of
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
@@ -152,6 +153,75 @@ def test_a_client_that_sends_half_a_request_is_not_waited_for() -> None:
         await writer.wait_closed()
 
     run(gateway(FakeDecode(), over_port=True, client_stall_timeout=0.2), scenario)
+
+
+async def answer_to(setup: Setup, pieces: Iterable[bytes], pause_s: float = 0.0) -> bytes:
+    """What a connection that sends `pieces` reads until it is closed."""
+    reader, writer = await asyncio.open_connection(setup.client.base_url.host, setup.client.base_url.port)
+
+    async def send() -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    sending = asyncio.create_task(send())
+    try:
+        return await asyncio.wait_for(reader.read(), 15)
+    except ConnectionError:
+        return b""
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.close()
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def test_a_body_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time for the stall timeout, so only the rate tells."""
+    monkeypatch.setattr(asgi, "MIN_BODY_BYTES_PER_S", 10**9)
+
+    async def scenario(setup: Setup) -> None:
+        chunked = [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 1000]
+        answer = await answer_to(setup, chunked, 0.02)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"of the body came in" in answer
+
+    run(gateway(FakeDecode(), over_port=True, client_stall_timeout=1.0), scenario)
+
+
+def test_a_header_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+
+    async def scenario(setup: Setup) -> None:
+        assert await answer_to(setup, [HEAD + b"x: ", *[b"a"] * 1000], 0.02) == b""
+        warm = [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", HEAD + b"x: ", *[b"a"] * 1000]
+        assert (await answer_to(setup, warm, 0.02)).startswith(b"HTTP/1.1 200 ")
+
+    run(gateway(FakeDecode(), over_port=True), scenario)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [b"x-a: " + b"y" * server.MAX_HEADER_BYTES + b"\r\n\r\n"],
+        [b"".join(b"x-%d: y\r\n" % number for number in range(10_000)) + b"\r\n"],
+        [b"x-a: ", *[b"y" * 1000] * 1000],
+        [b"x-%d: y\r\n" % number for number in range(20_000)],
+    ],
+    ids=["one", "many", "endless", "endlessly many"],
+)
+def test_endless_headers_are_refused_and_nothing_of_them_reaches_the_app(header: list[bytes]) -> None:
+    async def scenario(setup: Setup) -> None:
+        answer = await answer_to(setup, [HEAD, *header])
+        assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a client that still sends may see a reset only
+        assert not setup.nodes[0].submitted
+        ordinary = await setup.client.get("/health", headers={"x-large": "y" * (server.MAX_HEADER_BYTES // 2)})
+        assert ordinary.status_code == 200
+
+    run(gateway(FakeDecode(), over_port=True), scenario)
 
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHos"])

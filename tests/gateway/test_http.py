@@ -264,6 +264,27 @@ def test_metrics_count_what_happened() -> None:
     run(gateway(FakeDecode(Behaviour(cached_tokens=2))), scenario)
 
 
+def test_many_tokens_are_turned_into_text_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    threads: list[bool] = []
+    decode = tokenizer.decode
+
+    def spy(token_ids: Sequence[int]) -> str:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decode(token_ids)
+
+    monkeypatch.setattr(tokenizer, "decode", spy)
+
+    async def scenario(setup: Setup) -> None:
+        for num_tokens in (10, 10_000):
+            assert (await setup.client.post("/detokenize", json={"tokens": [5] * num_tokens})).status_code == 200
+        refused = await setup.client.post("/detokenize", json={"tokens": [5] * 10_000 + [10**6]})
+        assert error_of(refused, 400)["param"] == "tokens"
+        assert threads == [True, False]
+
+    run(gateway(FakeDecode(), tokenizer=tokenizer), scenario)
+
+
 def test_long_texts_are_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer()
     threads: list[bool] = []
