@@ -75,6 +75,12 @@ class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to compute (auto: cuda where there is one)"
     )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="what weights are kept as (on CPU; computing and KV blocks stay float32)"
+    )
+    quantization: Literal["int8"] | None = Field(
+        None, description="keep the dense layers' weights as int8, rounded at load (on CPU)"
+    )
     kv_cache_memory: Bytes | None = Field(
         None, ge=1, description="bytes of KV pool (default: on CPU 512MiB, on GPU by gpu-memory-utilization)"
     )
@@ -98,6 +104,11 @@ class EngineConfig(Section):
         False, description="on GPU: the same bits whatever runs beside a request (on CPU in float32 always so)"
     )
     num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
+
+    @property
+    def weight_format(self) -> Literal["float32", "bfloat16", "float16", "int8"]:
+        """What the dense layers' weights are kept as."""
+        return self.quantization or self.dtype
 
 
 class NodeConfig(Section):

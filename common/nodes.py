@@ -36,6 +36,7 @@ class LayoutCard:
     version: str
     tp_rank: int = 0
     tp_size: int = 1
+    weights: str = "float32"  # what they are kept as
 
     @property
     def kv_heads(self) -> range:
@@ -89,6 +90,7 @@ class LayoutCard:
 
 
 _CARD_FIELDS = (
+    "weights",
     "model_fingerprint",
     "numerics_id",
     "dtype",

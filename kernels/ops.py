@@ -23,6 +23,10 @@ from kvferry.kernels.cpu import attention as cpu_attention
 from kvferry.kernels.cpu import elementwise as cpu_elementwise
 from kvferry.kernels.cpu import numerics as cpu_numerics
 from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu.narrow import NarrowLinear
+from kvferry.kernels.cpu.narrow import WeightFormat as WeightFormat
+from kvferry.kernels.cpu.replay import Recording as Recording
+from kvferry.kernels.cpu.replay import record as record
 
 if TYPE_CHECKING:
     from kvferry.kernels.triton import attention as gpu_attention_types
@@ -30,13 +34,16 @@ if TYPE_CHECKING:
 _HAS_TRITON = find_spec("triton") is not None
 
 
-def numerics_id(device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> str:
+def numerics_id(
+    device: torch.device, dtype: torch.dtype, batch_invariant: bool = False, weight_format: WeightFormat = "float32"
+) -> str:
     """Names the bits that these ops compute here: nodes with the same id and model compute the same bits.
 
-    Equal in every process on one machine, whatever the number of threads. `batch_invariant`: as layers are packed.
+    Equal in every process on one machine, whatever the number of threads. `batch_invariant` and `weight_format`: as
+    layers are packed.
     """
     if device.type == "cpu":
-        return cpu_numerics.numerics_id(dtype)
+        return cpu_numerics.numerics_id(dtype, weight_format)
     name = torch.cuda.get_device_name(device).replace(" ", "_") if device.type == "cuda" else device.type
     found = f"{name}-{str(dtype).removeprefix('torch.')}-torch{torch.__version__}"
     if not _is_on_gpu(device, dtype):
@@ -167,12 +174,22 @@ class TorchLinear:
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant: bool = False) -> Linear:
+def pack_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    weight_format: WeightFormat = "float32",
+) -> Linear:
     """A dense layer that maps [num_tokens, width] to [num_tokens, out]; `weight` is [out, width], `bias` [out].
 
-    `batch_invariant` chooses on a GPU between our kernel and torch's. The arguments are not kept on CPU, where weights
-    are repacked: the caller may free them.
+    `batch_invariant` chooses on a GPU between our kernel and torch's, `weight_format` on a CPU how weights are kept:
+    narrower ones are rounded now, and multiplied in float32. The arguments are not kept on CPU, where weights are
+    repacked: the caller may free them.
     """
+    if weight_format != "float32":
+        if weight.device.type != "cpu":
+            raise ValueError(f"weights are kept as {weight_format} on a CPU only, not on {weight.device.type}")
+        return NarrowLinear(weight, bias, weight_format)
     if batch_invariant and _is_gpu(weight):
         from kvferry.kernels.triton.dense import InvariantLinear
 
@@ -219,6 +236,19 @@ def plan_attention(
 
         gpu = gpu_attention.plan_attention(kv_cache, block_tables, query_starts, context_lens, num_heads)
     return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu, gpu)
+
+
+def refill_plan(plan: AttentionPlan, other: AttentionPlan) -> None:
+    """Makes recorded attention over `plan` see what `other` says, while that lives. CPU, the same numbers of tokens."""
+    assert plan.cpu is not None
+    assert other.cpu is not None
+    assert plan.query_starts == other.query_starts
+    plan.cpu.items.copy_(other.cpu.items)
+
+
+def can_record(x: torch.Tensor) -> bool:
+    """Whether ops over tensors like `x` may be recorded."""
+    return _is_compiled(x)
 
 
 def paged_attention(

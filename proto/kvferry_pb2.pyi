@@ -377,7 +377,7 @@ class ShmSegment(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., blocks_offset: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class LayoutCard(_message.Message):
-    __slots__ = ("model_fingerprint", "numerics_id", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_rank", "tp_size", "version")
+    __slots__ = ("model_fingerprint", "numerics_id", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_rank", "tp_size", "version", "weights")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +388,7 @@ class LayoutCard(_message.Message):
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     numerics_id: str
     dtype: str
@@ -398,7 +399,8 @@ class LayoutCard(_message.Message):
     tp_rank: int
     tp_size: int
     version: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    weights: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., version: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("lease_id", "block_ids", "first_kv_head", "num_kv_heads")

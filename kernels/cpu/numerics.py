@@ -17,23 +17,28 @@ from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention, elementwise
 from kvferry.kernels.cpu.dense import PackedLinear, dense_kernel
 from kvferry.kernels.cpu.jit.constants import KV_TILE
+from kvferry.kernels.cpu.narrow import GROUP, NarrowLinear, WeightFormat
 from kvferry.kernels.cpu.native import compiler_version
 
 
 @cache
-def numerics_id(dtype: torch.dtype) -> str:
+def numerics_id(dtype: torch.dtype, weight_format: WeightFormat = "float32") -> str:
     """Equal in every process on one machine, whatever the number of threads."""
     parts = (
         "cpu",
         torch.backends.cpu.get_cpu_capability().lower(),
         str(dtype).removeprefix("torch."),
-        dense_kernel().name,
+        dense_kernel().name if weight_format == "float32" else _narrow_name(weight_format),
         f"tile{KV_TILE}",
         f"torch{torch.__version__}",
         compiler_version(),
-        _probe(dtype),
+        _probe(dtype, weight_format),
     )
     return "-".join(parts)
+
+
+def _narrow_name(weight_format: WeightFormat) -> str:
+    return f"w{weight_format}" + (f"g{GROUP}" if weight_format == "int8" else "")
 
 
 def _fixed(seed: int, *shape: int) -> torch.Tensor:
@@ -43,12 +48,14 @@ def _fixed(seed: int, *shape: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _probe(dtype: torch.dtype) -> str:
+def _probe(dtype: torch.dtype, weight_format: WeightFormat) -> str:
     """A digest of the ops' results on fixed input of odd sizes."""
     x = _fixed(1, 37, 2100).to(dtype)
     query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(dtype)
     tables, starts, context_lens = torch.arange(16).view(2, 8), (0, 37, 38), (60, 100)
-    results = [PackedLinear(_fixed(4, 128, 2100))(x), torch.log_softmax(x.float() * 5, dim=-1)]
+    weight = _fixed(4, 128, 2100)
+    dense = PackedLinear(weight) if weight_format == "float32" else NarrowLinear(weight, None, weight_format)
+    results = [dense(x), torch.log_softmax(x.float() * 5, dim=-1)]
     if dtype == torch.float32:
         plan = attention.plan_attention(tables, starts, context_lens)
         results.append(attention.paged_attention(query, pool, 0, plan, 0.125))

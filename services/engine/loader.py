@@ -26,9 +26,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", batch_invariant: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    batch_invariant: bool = False,
+    weight_format: ops.WeightFormat = "float32",
 ) -> LlamaModel:
-    """Raises ModelLoadError that names what is wrong with the folder, its config or its tensors."""
+    """`dtype` is what is computed in, `weight_format` what the dense layers' weights are kept as, the head's too.
+
+    Raises ModelLoadError that names what is wrong with the folder, its config or its tensors."""
     config = ModelConfig.from_folder(folder)
     files = Safetensors(folder)
     files.check(expected_shapes(config), optional={HEAD} if config.tied_head else set())
@@ -43,7 +49,7 @@ def load_model(
     def linear(prefix: str, names: tuple[str, ...], has_bias: bool) -> ops.Linear:
         weight = torch.cat([read(f"{prefix}.{name}.weight") for name in names])
         bias = torch.cat([read(f"{prefix}.{name}.bias") for name in names]) if has_bias else None
-        return ops.pack_linear(weight, bias, batch_invariant)
+        return ops.pack_linear(weight, bias, batch_invariant, weight_format)
 
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -62,7 +68,7 @@ def load_model(
         embedding=read(EMBEDDING),
         layers=tuple(layer(f"model.layers.{i}") for i in range(config.num_layers)),
         final_norm=own("model.norm.weight"),
-        head=ops.pack_linear(read(EMBEDDING if config.tied_head else HEAD), None, batch_invariant),
+        head=ops.pack_linear(read(EMBEDDING if config.tied_head else HEAD), None, batch_invariant, weight_format),
     )
     _return_freed_memory()
     return LlamaModel(config, weights)
@@ -74,15 +80,16 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def model_fingerprint(folder: Path, dtype: torch.dtype) -> str:
+def model_fingerprint(folder: Path, dtype: torch.dtype, weight_format: ops.WeightFormat = "float32") -> str:
     """128 bits, in hex, that differ whenever two folders would compute other keys and values.
 
-    Bound are the config as understood, the dtype, and of every file the header, the size and 64 bytes from the middle
-    of each tensor: two fine-tunes of one model differ in nothing else, and reading all bytes would take minutes.
+    Bound are the config as understood, the dtype, how weights are kept, and of every file the header, the size and 64
+    bytes from the middle of each tensor: two fine-tunes of one model differ in nothing else, and reading all bytes
+    would take minutes.
     """
     config = ModelConfig.from_folder(folder)
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-model")
-    digest.update(json.dumps([asdict(config), str(dtype)], sort_keys=True).encode())
+    digest.update(json.dumps([asdict(config), str(dtype), weight_format], sort_keys=True).encode())
     for path in Safetensors(folder).paths:
         with path.open("rb") as file:
             length = file.read(8)
@@ -97,9 +104,14 @@ def model_fingerprint(folder: Path, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def numerics_id(device: torch.device | str, dtype: torch.dtype, batch_invariant: bool = False) -> str:
+def numerics_id(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
+    weight_format: ops.WeightFormat = "float32",
+) -> str:
     """What a node's bits depend on besides the model; equal in every process of a machine, whatever its threads."""
-    return ops.numerics_id(torch.device(device), dtype, batch_invariant)
+    return ops.numerics_id(torch.device(device), dtype, batch_invariant, weight_format)
 
 
 def is_batch_invariant(device: torch.device, dtype: torch.dtype, wanted: bool = False) -> bool:

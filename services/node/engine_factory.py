@@ -56,7 +56,10 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     invariant = is_batch_invariant(device, _DTYPE, config.engine.batch_invariant)
     if config.engine.batch_invariant and not invariant:
         raise ConfigError(f"batch_invariant: no kernel for {device.type} promises it here; is triton installed?")
-    model = load_model(folder, _DTYPE, device, config.engine.batch_invariant)
+    weight_format = config.engine.weight_format
+    if weight_format != "float32" and device.type != "cpu":
+        raise ConfigError(f"weights are kept as {weight_format} on CPU only, and this node computes on {device.type}")
+    model = load_model(folder, _DTYPE, device, config.engine.batch_invariant, weight_format)
     card = _card(folder, model.config, config.engine, device)
     num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
@@ -81,8 +84,9 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     runner = TorchRunner(model, kv_cache, eos, mirror)
     engine = Engine(runner, Scheduler(pool, limits), eos, max_model_len, on_report)
     log.info(
-        "%s, %d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
+        "%s, weights in %s, %d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
         device,
+        weight_format,
         num_blocks,
         card.block_size,
         num_blocks * card.block_bytes / 2**20,
@@ -97,14 +101,15 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
 
 def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:
     return LayoutCard(
-        model_fingerprint=model_fingerprint(folder, _DTYPE),
-        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant),
+        model_fingerprint=model_fingerprint(folder, _DTYPE, engine.weight_format),
+        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant, engine.weight_format),
         dtype=str(_DTYPE).removeprefix("torch."),
         block_size=engine.block_size,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         version=kvferry.__version__,
+        weights=engine.weight_format,
     )
 
 

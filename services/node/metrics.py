@@ -75,6 +75,7 @@ def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
         "batch_invariant": str(batch_invariant).lower(),
         "numerics_id": card.numerics_id,
         "dtype": card.dtype,
+        "weights": card.weights,
         "block_size": str(card.block_size),
     }
 

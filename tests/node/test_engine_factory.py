@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.common.config import ClusterConfig, Config, EngineConfig
-from kvferry.common.errors import ConfigError
+from kvferry.common.config import ClusterConfig, Config, EngineConfig, NodeConfig
+from kvferry.common.errors import ConfigError, LayoutMismatch
+from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
+from kvferry.kernels.cpu.narrow import NarrowLinear
+from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.node.engine_factory import GPU_WORKSPACE_BYTES, build_engine, gpu_kv_cache_bytes
+from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 
 
 def test_a_gpu_gives_its_share_less_what_is_in_use_and_the_workspace() -> None:
@@ -27,4 +31,33 @@ def test_a_gpu_whose_share_is_used_up_is_refused_with_the_numbers() -> None:
 def test_cuda_is_refused_where_torch_has_none(tiny_model: Path) -> None:
     config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(device="cuda"))
     with pytest.raises(ConfigError, match=r"device cuda: torch .* is a build for CPUs; use --device cpu"):
+        build_engine(config, Role.BOTH, "none", lambda report: None)
+
+
+def test_nodes_that_keep_weights_differently_share_no_blocks(tiny_model: Path) -> None:
+    cards, widths = [], []
+    for engine in ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
+        config = Config(
+            cluster=ClusterConfig(model=str(tiny_model)),
+            engine=EngineConfig(device="cpu", num_threads=1, num_blocks_override=8, **engine),
+            node=NodeConfig(transports=("grpc",)),
+        )
+        built = build_engine(config, Role.BOTH, "none", lambda report: None)
+        assert isinstance(built.engine.runner, TorchRunner)
+        head = built.engine.runner.model.weights.head
+        widths.append(head._packed.element_size() if isinstance(head, NarrowLinear) else 4)
+        cards.append(built.card)
+    assert widths == [4, 2, 1]
+    assert [card.weights for card in cards] == ["float32", "bfloat16", "int8"]
+    assert {card.dtype for card in cards} == {"float32"}  # of KV blocks
+    assert len({root_name(card.model_fingerprint, card.numerics_id) for card in cards}) == 3
+    with pytest.raises(LayoutMismatch, match="peer has weights 'int8', this node has 'bfloat16'"):
+        cards[1].check_compatible(cards[2], "peer")
+    assert card_from_pb(card_to_pb(cards[2])) == cards[2]
+
+
+def test_narrow_weights_are_refused_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(quantization="int8"))
+    with pytest.raises(ConfigError, match="weights are kept as int8 on CPU only, and this node computes on cuda"):
         build_engine(config, Role.BOTH, "none", lambda report: None)

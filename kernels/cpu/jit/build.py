@@ -14,11 +14,13 @@ from typing import Any
 from llvmlite import binding
 from numba import cfunc, types
 
-from kvferry.kernels.cpu.jit import attention, elementwise, matmul
+from kvferry.kernels.cpu.jit import attention, elementwise, matmul, narrow, replay
 from kvferry.kernels.cpu.native import host_machine
 
 KERNELS: tuple[Callable[..., None], ...] = (
     matmul.dense,
+    narrow.narrow_dense,
+    replay.replay,
     attention.paged_attention,
     elementwise.add_rms_norm,
     elementwise.rotary_and_write_kv,

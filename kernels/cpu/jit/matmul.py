@@ -151,10 +151,15 @@ def _dense_block(x, rows, width, block, scratch):
             fresh = at == start
             multiply_tile(x + at * F32, width * F32, rows, weights, stride, COLUMNS, chain, stride, count, fresh, after)
         if start > 0:
-            for i in range(0, rows * COLUMNS, 8):
-                total = scratch + i * F32
-                store(total, add(load(total, 8), load(chain + i * F32, 8)))
+            add_chain(scratch, chain, rows)
         chain = scratch + rows * stride
+
+
+@inlined
+def add_chain(total, chain, rows):
+    """`total += chain`, both `[rows, COLUMNS]`."""
+    for i in range(0, rows * COLUMNS, 8):
+        store(total + i * F32, add(load(total + i * F32, 8), load(chain + i * F32, 8)))
 
 
 @inlined

@@ -1,0 +1,53 @@
+"""Models whose weights are kept in one or two bytes: float32 over the rounded weights, bit for bit, in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvferry.kernels.ops import WeightFormat
+from kvferry.services.engine.loader import load_model, model_fingerprint
+from tests.engine.paging import PagedModel, PagedSequence
+from tests.kernels.rows import threads
+from tests.kernels.test_narrow import NARROW, rounded
+from tests.tiny_model import write_tiny_model, write_weights
+
+TOKENS = torch.randint(3, 512, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("weight_format", NARROW)
+def test_a_narrow_model_computes_the_bits_of_float32_over_its_rounded_weights(
+    weight_format: WeightFormat, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, tied=False, architecture="Qwen2ForCausalLM")
+    model = load_model(folder, torch.float32, weight_format=weight_format)
+    _, got = PagedModel(model).prefill(TOKENS, 90)
+    weights = load_file(folder / "model.safetensors")
+    dense = {name for name in weights if name.endswith("proj.weight")} | {"lm_head.weight"}
+    assert len(dense) == 15  # seven in each of two layers
+    write_weights(folder, weights | {name: rounded(weights[name], weight_format) for name in dense})
+    _, expected = PagedModel(load_model(folder, torch.float32)).prefill(TOKENS, 90)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("weight_format", NARROW)
+def test_bits_of_a_narrow_model_depend_on_no_chunk_batch_or_thread(weight_format: WeightFormat, tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path), torch.float32, weight_format=weight_format)
+    _, expected = PagedModel(model).prefill(TOKENS, 90)
+    for chunk, count in ((1, 1), (2, 2), (33, 1)):
+        with threads(count):
+            _, got = PagedModel(model, seed=chunk, block_size=8).prefill(TOKENS, chunk)
+        assert torch.equal(got, expected), f"chunks of {chunk} with {count} threads"
+    seqs = [PagedSequence(TOKENS[:length]) for length in (90, 3, 41)]
+    rows = PagedModel(model).step([(seq, len(seq.token_ids)) for seq in seqs])
+    assert torch.equal(rows, expected[[89, 2, 40]])
+
+
+def test_each_format_has_block_names_of_its_own(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    prints = {model_fingerprint(folder, torch.float32, form) for form in get_args(WeightFormat)}
+    assert len(prints) == 4
