@@ -19,9 +19,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +37,14 @@ log = logging.getLogger("kvferry.kernels")
 
 _SOURCES = Path(__file__).parent / "jit"
 _COMPILE_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel's address and its arguments but for the counters."""
+
+    address: int
+    args: tuple[int, ...]
 
 
 class Kernels:
@@ -53,9 +63,27 @@ class Kernels:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # calls let go of the interpreter lock
         self._function = {name: kind(address) for name, address in self._address.items()}
         self._parallel = _team_launcher()
+        self._recording = threading.local()
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether more than one thread ever runs a kernel."""
+        return self._parallel is not None
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Call]]:
+        """Lists what this thread runs meanwhile."""
+        calls: list[Call] = []
+        self._recording.calls = calls
+        try:
+            yield calls
+        finally:
+            del self._recording.calls
 
     def run(self, name: str, num_threads: int, *args: int) -> None:
         """`args` are what follows the two counters: addresses, numbers, and the bits of a float32."""
+        if (calls := getattr(self._recording, "calls", None)) is not None:
+            calls.append(Call(self._address[name], args))
         memory = (ctypes.c_int64 * (2 + len(args)))(0, 0, *args)
         if num_threads > 1 and self._parallel is not None:
             self._parallel(self._address[name], memory, num_threads, 0)

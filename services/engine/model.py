@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import ops
 from kvferry.services.engine.batch import Batch
+from kvferry.services.engine.decode_replays import DecodeReplays, LayerInputs
 from kvferry.services.engine.model_config import ModelConfig, RopeConfig
 
 
@@ -44,6 +45,7 @@ class LlamaModel:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self._decode_replays = DecodeReplays()
         self._next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
         self._rope_table = rope_table(config.rope, config.head_dim, config.max_position_embeddings).to(self.device)
 
@@ -59,19 +61,26 @@ class LlamaModel:
     def hidden(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Writes the batch's keys and values into the pool -> [num_tokens, hidden_size], ready for `logits`.
 
-        `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` in the model's dtype.
+        Valid until the next call. `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in
+        the model's dtype.
         """
-        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        config, weights = self.config, self.weights
         cos_sin = self._rope_table[batch.positions]  # [num_tokens, head_dim]
         plan = ops.plan_attention(
             kv_cache, batch.block_tables, batch.query_starts, batch.context_lens, config.num_heads
         )
         hidden = F.embedding(batch.token_ids, weights.embedding)  # [num_tokens, hidden_size]
+        return self._decode_replays.run(LayerInputs(hidden, cos_sin, batch.slot_mapping, plan), kv_cache, self._layers)
+
+    def _layers(self, inputs: LayerInputs, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Overwrites `inputs.hidden` -> what `hidden` returns."""
+        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        hidden, plan = inputs.hidden, inputs.plan
         normed = ops.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
             qkv = layer.qkv(normed)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
             query = ops.rotary_and_write_kv(
-                qkv, cos_sin, kv_cache, index, batch.slot_mapping, layer.q_norm, layer.k_norm, eps
+                qkv, inputs.cos_sin, kv_cache, index, inputs.slot_mapping, layer.q_norm, layer.k_norm, eps
             )
             attended = ops.paged_attention(query, kv_cache, index, plan, 1 / math.sqrt(config.head_dim))
             normed = ops.add_rms_norm(hidden, layer.o(attended.flatten(1)), layer.mlp_norm, eps)
