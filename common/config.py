@@ -147,6 +147,11 @@ class NodeConfig(Section):
 
 
 class GatewayConfig(Section):
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether keys are configured, be it as an empty list, which lets nobody in."""
+        return self.api_keys is not None or self.api_keys_file is not None
+
     host: str = Field("127.0.0.1", description="HTTP address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port")
     admin_host: str = Field("127.0.0.1", description="address of admin-port")

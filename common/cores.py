@@ -1,8 +1,9 @@
-"""How many cores this process may use: its affinity and its control group's quota, whichever is less."""
+"""How many cores and how much memory this process may use: the machine's, or what its control group leaves of them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 NODE_ENVIRON = {
@@ -30,24 +31,44 @@ def available_cores(cgroups: Path = _CGROUPS, membership: Path = _SELF) -> int:
     return max(1, affinity if quota is None else min(affinity, int(quota)))
 
 
+def available_memory_bytes(cgroups: Path = _CGROUPS, membership: Path = _SELF) -> int:
+    """What is free on this machine, or left of the control groups' limits, whichever is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = [_memory_left(folder, is_v1) for folder, is_v1 in _groups("memory", cgroups, membership)]
+    return min((free, *(amount for amount in left if amount is not None)))
+
+
 def _quota(cgroups: Path, membership: Path) -> float | None:
-    """The tightest limit on the way from this process's group to the root, in cores. Groups v2, then v1."""
+    """The tightest limit on the way from this process's group to the root, in cores."""
+    groups = _groups("cpu", cgroups, membership)
+    limits = [_limit_v1(folder) if is_v1 else _limit_v2(folder) for folder, is_v1 in groups]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
+    """This process's group and those above it, each with whether it is of version 1."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
-        return None
-    limits = []
+        return
     for _, controllers, path in lines:
         mount = cgroups if not controllers else cgroups / controllers
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         group = mount / path.lstrip("/")
         # In a container the path may be the host's: then only the mount itself shows our group.
         for folder in (group, *group.parents):
             if folder != mount and mount not in folder.parents:
                 break
-            limits.append(_limit_v1(folder) if controllers else _limit_v2(folder))
-    return min((limit for limit in limits if limit is not None), default=None)
+            yield folder, bool(controllers)
+
+
+def _memory_left(folder: Path, is_v1: bool) -> int | None:
+    limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+    try:
+        return max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
+    except (OSError, ValueError):  # no file, or "max"
+        return None
 
 
 def _limit_v2(folder: Path) -> float | None:

@@ -161,8 +161,8 @@ class ApiKeys:
 
     @classmethod
     def of(cls, lines: str | None, path: str | None) -> ApiKeys | None:
-        """None where no keys are configured: everyone may come in."""
-        return ApiKeys(lines or "", Path(path) if path else None) if lines or path else None
+        """None where keys are not configured: everyone may come in. Configured and empty: nobody may."""
+        return None if lines is None and path is None else ApiKeys(lines or "", Path(path) if path else None)
 
     @property
     def names(self) -> list[str]:

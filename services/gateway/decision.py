@@ -92,8 +92,10 @@ def find_decisions(lines: Iterable[str], request_id: str | None = None) -> Itera
         try:
             text = orjson.loads(line)["message"] if line.startswith("{") else line
             found = orjson.loads(text[text.index(MARK + "{") + len(MARK) :])
-        except (ValueError, KeyError) as exc:
-            raise BadRequest(f"not a routing decision: {line[:200]!r}: {exc}") from exc
+        except (ValueError, KeyError, TypeError):  # the mark may stand in any line that repeats what a client wrote
+            continue
+        if not isinstance(found, dict):
+            continue
         ids = found.get("request_id", ""), found.get("http_request_id", "")
         if request_id is None or any(name.startswith(request_id) for name in ids):
             yield found

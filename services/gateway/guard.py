@@ -6,6 +6,8 @@ Open to everyone, because probes, Prometheus and a browser's address bar have no
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,8 +56,12 @@ class Guard:
             await _refuse(exc, tenant.headers(), scope, receive, send)
             return
 
+        is_answer = False
+
         async def send_with_limits(message: Message) -> None:
+            nonlocal is_answer
             if message["type"] == "http.response.start":
+                is_answer = message["status"] < HTTPStatus.BAD_REQUEST  # a refusal costs its key no tokens
                 limits = [(name.encode(), value.encode()) for name, value in tenant.headers().items()]
                 message["headers"] = [*message["headers"], *limits]
             await send(message)
@@ -64,7 +70,7 @@ class Guard:
             await self._app(scope, receive, send_with_limits)
         finally:
             run = scope["state"].get("run")
-            usage = run.usage if run is not None else Usage(0, 0, 0)
+            usage = run.usage if run is not None and is_answer else Usage(0, 0, 0)
             tenant.release(usage.prompt_tokens + usage.completion_tokens)
             self._metrics.key_used(tenant.record.name, usage.prompt_tokens, usage.completion_tokens)
 

@@ -110,7 +110,7 @@ class Intake:
                 self._check_chars(text, limit, "messages")
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-        ids = await _off_loop(encode, _num_chars(body.messages))
+        ids = await _off_loop(encode, _num_chars(body.messages, body))
         bad_words, structured = await self._bad_words(body.bad_words), await self._chat_structured(body)
         terms = Terms(limit, limit, bad_words, "messages", structured)
         job = self._prompt_job(body, ids, terms)
@@ -132,7 +132,7 @@ class Intake:
             text = self._render(body, messages)
             return self._tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-        return await _off_loop(encode, _num_chars(messages))
+        return await _off_loop(encode, _num_chars(messages, body))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -273,7 +273,10 @@ def _job(
     return Job(response_id, request_id, prompts, body.n, text, body.cache_salt, body.priority, received_at)
 
 
-def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
+def _num_chars(messages: Sequence[dict[str, Any]], body: ChatRequest | TokenizeRequest) -> int:
+    """About how many a template may print of them. Of what is nested nobody knows without a walk: taken for long."""
+    if body.tools or body.chat_template_kwargs or any(message.get("tool_calls") for message in messages):
+        return LONG_TEXT_CHARS + 1
     return sum(len(message["content"]) for message in messages)
 
 

@@ -157,7 +157,10 @@ class Ledger:
 
     def enter(self, decode: str, computer: str, num_requests: int, num_tokens: int) -> LedgerEntry:
         entry = LedgerEntry(self, decode, computer, num_requests, num_tokens, self._clock())
-        self._unreported.setdefault(computer, deque()).append(entry)
+        entries = self._unreported.setdefault(computer, deque())
+        while entries and not entries[0].num_tokens:  # no report comes while the index is away
+            entries.popleft()
+        entries.append(entry)
         return entry
 
     def note_reports(self, nodes: Iterable[NodeRecord]) -> None:

@@ -192,7 +192,7 @@ class Routes:
         return _json({"version": kvferry.__version__})
 
     async def openapi(self, request: Request) -> Response:
-        asks_for_key = bool(self._config.api_keys or self._config.api_keys_file)
+        asks_for_key = self._config.asks_for_key
         return _json(document(kvferry.__version__, asks_for_key=asks_for_key))
 
     async def metrics(self, request: Request) -> Response:

@@ -29,6 +29,7 @@ from kvferry.services.gateway.sessions import Mailbox, SessionPool
 from kvferry.services.gateway.tokenizer import Tokenizer
 
 NUM_REMEMBERED_PLANS = 512
+MAX_REMEMBERED_PER_REQUEST = 16
 LONGEST_RETRY_S = 60
 
 
@@ -99,7 +100,8 @@ class Service:
 
     def remember(self, plan: Plan, job: Job) -> None:
         plans = self._plans.setdefault(job.response_id, [])
-        plans.append(plan)
+        if len(plans) < MAX_REMEMBERED_PER_REQUEST:
+            plans.append(plan)
         log_decision(plan, job.request_id)
         self.metrics.route_decisions[plan.kind].inc()
         self._plans[job.request_id] = plans

@@ -202,6 +202,11 @@ class Session:
         if submission.deliver(output_from_pb(message)):
             del self._submissions[message.request_id]
 
+    def close(self) -> None:
+        """Ends what `run` never began to carry."""
+        if not self.has_ended:
+            self._end(NodeLost(f"decode node {self.node.node_id}: the gateway closed the session"))
+
     def _end(self, error: KvferryError) -> None:
         self._error = error
         self.is_connected = False
@@ -240,19 +245,22 @@ class SessionPool:
         if session is None or session.has_ended:
             session = self.sessions[node.instance_id] = Session(node, self._timeout_s, self.dial)
             # In a context of its own: it outlives the request that opens it, whose id its lines must not carry.
-            self._tasks[node.instance_id] = self._group.create_task(self._keep(session), context=Context())
+            task = self._group.create_task(self._keep(session), context=Context())
+            task.add_done_callback(lambda _: self._ended(session))
+            self._tasks[node.instance_id] = task
         self.breakers.sent(node.instance_id)
         return session.submit(request, mailbox)
 
     async def _keep(self, session: Session) -> None:
-        instance_id = session.node.instance_id
-        try:
-            error = await session.run()
-            self.breakers.failed(instance_id, lost=True)
-            log.warning("session lost: %s", error.message)
-        finally:
-            if self.sessions.get(instance_id) is session:
-                del self.sessions[instance_id], self._tasks[instance_id]
+        error = await session.run()
+        self.breakers.failed(session.node.instance_id, lost=True)
+        log.warning("session lost: %s", error.message)
+
+    def _ended(self, session: Session) -> None:
+        """Also for a session whose task was cancelled before it began."""
+        session.close()
+        if self.sessions.get(session.node.instance_id) is session:
+            del self.sessions[session.node.instance_id], self._tasks[session.node.instance_id]
 
     def failing(self) -> frozenset[str]:
         """Instances that are left alone for now."""

@@ -184,10 +184,15 @@ def _schema_grammar(schema: dict[str, Any], whitespace: str | None = None) -> st
     )
 
 
-def checked_grammar(grammar: str, param: str) -> StructuredOutput:
-    """Raises BadRequest on a grammar that is too large or wrong. Runs inside `with_deep_stack`."""
+def check_size(grammar: str, param: str) -> None:
+    """Raises BadRequest on a grammar that is too large."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise BadRequest(f"{param}: {len(grammar)} characters exceed the limit of {MAX_GRAMMAR_CHARS}", param=param)
+
+
+def checked_grammar(grammar: str, param: str) -> StructuredOutput:
+    """Raises BadRequest on a grammar that is too large or wrong. Runs inside `with_deep_stack`."""
+    check_size(grammar, param)
     if (complaint := _complaint(grammar)) is not None:
         raise BadRequest(f"{param}: {complaint}", param=param)
     return StructuredOutput(grammar, param)

@@ -19,7 +19,7 @@ from kvferry.common.errors import BadRequest
 from kvferry.common.requests import StructuredOutput
 from kvferry.services.gateway.chat_template import ChatTemplate
 from kvferry.services.gateway.shape import Shape
-from kvferry.services.gateway.structured import WHITESPACE, checked_grammar
+from kvferry.services.gateway.structured import WHITESPACE, check_size, checked_grammar
 from kvferry.services.gateway.tool_parsers import PARSERS, HermesParser, ToolFormat, format_of_template
 
 MAX_TOOLS = 512
@@ -141,10 +141,12 @@ def compile_tools(body: ToolFields, form: ToolFormat, content: dict[str, Any] | 
 
 def _compile(body: ToolFields, form: ToolFormat, content: dict[str, Any] | None) -> StructuredOutput:
     callable_ = [(number, tool) for number, tool in enumerate(body.offered) if tool.name in body.may_call]
+    several = body.parallel_tool_calls and body.choice.mode != "named"
+    grammar = _grammar([tool for _, tool in callable_], form, several=several, content=content)
+    check_size(grammar, "tools")  # before the work that each of them costs
     for number, tool in callable_:  # one by one, so that an error can name its own
         checked_grammar(_grammar([tool], form, several=False), f"tools[{number}].function.parameters")
-    several = body.parallel_tool_calls and body.choice.mode != "named"
-    return checked_grammar(_grammar([tool for _, tool in callable_], form, several=several, content=content), "tools")
+    return checked_grammar(grammar, "tools")
 
 
 def _grammar(tools: Sequence[Tool], form: ToolFormat, *, several: bool, content: dict[str, Any] | None = None) -> str:

@@ -69,7 +69,7 @@ class Writer:
                     if tag not in self._open:
                         chosen = batch if len(found) == len(batch) else [batch[i] for i in found]
                         self._open[tag] = _Update(self._turns.get(tag, 0) + 1, script, chosen)
-                failures = await self._send_open(ask)
+                failures += await self._send_open(ask)
             if failures and not self.lost:
                 raise failures[0]
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import importlib.util
 import json
-import os
 import resource
 import shutil
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import yaml
 
 from kvferry.common.config import Config
-from kvferry.common.cores import available_cores
+from kvferry.common.cores import available_cores, available_memory_bytes
 from kvferry.common.errors import ConfigError
 from kvferry.common.models import resolve_model
 from kvferry.services.local import tune_advice as rules
@@ -124,7 +123,7 @@ def _find(config: Config, options: Options, bench: Bench, cold_s: float, sample:
 
 def _machine(config: Config, on_gpu: bool, num_gpus: int) -> Machine:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_memory_bytes()
     return Machine(
         cores=available_cores(),
         shm_free_bytes=shutil.disk_usage(config.node.shm_dir).free,

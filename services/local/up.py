@@ -155,7 +155,7 @@ def how_to_use(config: Config) -> str:
     }
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     gateway = config.gateway
-    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if gateway.api_keys or gateway.api_keys_file else ""
+    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if gateway.asks_for_key else ""
     shows = " --cert CLIENT.pem --key CLIENT-KEY.pem" if gateway.ssl_ca_certs else ""
     return (
         f"\nkvferry serves {model} at {url}\n\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.cores import available_cores
+from kvferry.common.cores import available_cores, available_memory_bytes
 
 
 @pytest.fixture
@@ -54,3 +54,20 @@ def test_a_container_sees_its_limit_at_the_mount(tmp_path, affinity):
 
 def test_this_machine_has_at_least_one():
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+def test_memory_is_what_the_tightest_group_has_left(tmp_path):
+    write(tmp_path / "self", "0::/a/b\n")
+    assert available_memory_bytes(tmp_path / "fs", tmp_path / "self") > 10_000
+    write(tmp_path / "fs" / "a" / "memory.max", "10000")
+    write(tmp_path / "fs" / "a" / "memory.current", "4000")
+    write(tmp_path / "fs" / "a" / "b" / "memory.max", "max")
+    write(tmp_path / "fs" / "a" / "b" / "memory.current", "3000")
+    assert available_memory_bytes(tmp_path / "fs", tmp_path / "self") == 6000
+
+
+def test_memory_of_groups_v1(tmp_path):
+    write(tmp_path / "self", "4:memory:/box\n3:cpu:/box\n")
+    write(tmp_path / "fs" / "memory" / "box" / "memory.limit_in_bytes", "5000")
+    write(tmp_path / "fs" / "memory" / "box" / "memory.usage_in_bytes", "6000")
+    assert available_memory_bytes(tmp_path / "fs", tmp_path / "self") == 0

@@ -229,6 +229,26 @@ def test_tokens_are_counted_when_a_request_has_ended() -> None:
     run(gateway(FakeDecode(), api_keys=f"{LINE} tpm=20"), scenario)
 
 
+def test_a_refusal_costs_its_key_no_tokens() -> None:
+    async def scenario(setup: Setup) -> None:
+        setup.client.headers.update(bearer(KEY))
+        setup.gateway.service.draining = True
+        for _ in range(3):
+            assert (await setup.complete("Hello", max_tokens=4)).status_code == 503
+        setup.gateway.service.draining = False
+        answer = await setup.complete("Hello", max_tokens=4)
+        assert answer.status_code == 200, answer.text
+
+    run(gateway(FakeDecode(), api_keys=f"{LINE} tpm=4"), scenario)
+
+
+def test_an_empty_list_of_keys_lets_nobody_in() -> None:
+    async def scenario(setup: Setup) -> None:
+        assert (await setup.complete("Hello", max_tokens=4)).status_code == 401
+
+    run(gateway(FakeDecode(), api_keys=""), scenario)
+
+
 def test_what_each_key_used_is_counted_by_name_and_nothing_is_of_strangers() -> None:
     async def scenario(setup: Setup) -> None:
         used = {}

@@ -73,7 +73,7 @@ def test_the_gateway_logs_one_line_for_each_decision_that_explain_reads(caplog: 
             logging.Formatter("%(asctime)s %(message)s").format(records[0]),
             JsonFormatter().format(records[0]),
         ):
-            (found,) = find_decisions([line, "another line"], "mine")
+            (found,) = find_decisions([line, "another line", "404 GET /route {x", f"{MARK}{{", f"{MARK}{{}}"], "mine")
             decision = decide_again(found)
             assert decision.is_same
             assert chosen is not None

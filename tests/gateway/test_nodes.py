@@ -229,6 +229,13 @@ def test_the_ledger_returns_to_nothing_however_often_entries_are_closed() -> Non
     assert ledger.in_flight == {}
 
 
+def test_the_ledger_stays_small_while_no_report_comes() -> None:
+    ledger = Ledger()
+    for _ in range(100):
+        ledger.enter("i-d", "i-p", 1, 50).close()
+    assert sum(map(len, ledger._unreported.values())) == 1
+
+
 def test_prompt_tokens_count_until_the_nodes_own_report_has_them() -> None:
     clock = Clock()
     ledger = Ledger(clock)

@@ -137,6 +137,12 @@ def test_the_command_compares_fleets_and_draws_them(tmp_path: Path, capsys: pyte
         (["--policy", "best"], "no policy 'best': there are random"),
         (["--profile", "nothing"], "no profile 'nothing': there are smollm2-cpu"),
         (["--trace", "nowhere"], "trace nowhere: No such file"),
+        (["--blocks", "1"], "a node has 1 (--blocks)"),
+        (["--blocks", "0"], "--blocks 0: must be more than 0"),
+        (["--rate", "0"], "--rate 0: one or several numbers above 0"),
+        (["--rate", "x"], "--rate x: one or several numbers above 0"),
+        (["--speed", "0"], "--speed 0.0: must be more than 0"),
+        (["--requests", "0"], "--requests 0: must be more than 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

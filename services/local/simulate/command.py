@@ -13,10 +13,15 @@ from kvferry.services.local.simulate.cluster import Fleet, Simulation
 from kvferry.services.local.simulate.policies import POLICIES
 from kvferry.services.local.simulate.profile import NodeProfile, load_profile
 from kvferry.services.local.simulate.result import Result, measure, plot, table
-from kvferry.services.local.simulate.trace import Request, load_trace, synthetic
+from kvferry.services.local.simulate.trace import BLOCK_TOKENS, Request, load_trace, synthetic
 
 
 def simulate(fleet: Fleet, profile: NodeProfile, policy: str, requests: list[Request], seed: int = 0) -> Result:
+    largest = max(-(-(request.num_tokens + request.num_output) // BLOCK_TOKENS) for request in requests)
+    if largest > fleet.blocks_per_node:
+        raise ConfigError(
+            f"a request takes {largest} blocks of {BLOCK_TOKENS} tokens, a node has {fleet.blocks_per_node} (--blocks)"
+        )
     sim = Simulation(fleet, profile, POLICIES[policy], seed)
     asyncio.run(sim.run(requests))
     span_s = requests[-1].at_s - requests[0].at_s
@@ -25,13 +30,13 @@ def simulate(fleet: Fleet, profile: NodeProfile, policy: str, requests: list[Req
 
 def main(args: argparse.Namespace) -> int:
     """Raises ConfigError for what cannot be simulated."""
+    rates = _rates(args)
     profile = load_profile(args.profile).faster(args.speed, args.chunk)
     fleets = [_fleet(text, args) for text in args.nodes.split(",")]
     policies = list(POLICIES) if args.policy == "all" else args.policy.split(",")
     for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"no policy {policy!r}: there are {', '.join(POLICIES)}, and all")
-    rates = [float(rate) for rate in args.rate.split(",")]
     print(f"profile {profile.name}, {args.speed:g} times as fast; {args.trace or args.shape}, {args.requests} requests")
     results = []
     for rate in rates:
@@ -43,6 +48,20 @@ def main(args: argparse.Namespace) -> int:
     if args.plot is not None:
         args.plot.write_text(_picture(results, [str(fleet) for fleet in fleets], rates))
     return 0
+
+
+def _rates(args: argparse.Namespace) -> list[float]:
+    """Checks the other numbers, too."""
+    for name in ("requests", "speed", "scale", "blocks", "bandwidth"):
+        if getattr(args, name) <= 0:
+            raise ConfigError(f"--{name} {getattr(args, name)}: must be more than 0")
+    try:
+        rates = [float(rate) for rate in args.rate.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or min(rates) <= 0:
+        raise ConfigError(f"--rate {args.rate}: one or several numbers above 0, as 0.5,1,2")
+    return rates
 
 
 def _fleet(text: str, args: argparse.Namespace) -> Fleet:
