@@ -84,6 +84,8 @@ def test_what_refers_to_something_finds_it(overlay: str) -> None:
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps
             if (secret := volume.get("secret", {}).get("secretName")) is not None:
                 assert secret in {*secrets, TLS_SECRET}
         for container in containers(template):
@@ -168,9 +170,30 @@ def test_every_command_is_one_that_the_product_has(overlay: str) -> None:
                 continue
             variables = environ(overlay, container, Pod("pod-0", "10.0.0.1"))
             config: Config = load_config(environ=variables)
-            assert config.cluster.redis_url == "redis://redis:6379/0"
+            is_cluster = "redis" in of_kind(overlay, "StatefulSet")
+            assert config.cluster.redis_url == "redis://redis:6379/0" + "?cluster=true" * is_cluster
+            assert is_cluster != ("redis" in of_kind(overlay, "Deployment"))
             assert "redis" in of_kind(overlay, "Service")
             cli._parser().parse_all(arguments(container, variables))
+
+
+@pytest.mark.parametrize("overlay", ["ha", "secured"])
+def test_the_masters_of_the_redis_cluster_find_one_another(overlay: str) -> None:
+    spec = of_kind(overlay, "StatefulSet")["redis"]["spec"]
+    (volume,) = (volume for volume in spec["template"]["spec"]["volumes"] if "configMap" in volume)
+    server, join = spec["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert ports == {"redis": 6379, "bus": 16379}
+    peers = next(item["value"] for item in join["env"] if item["name"] == "PEERS").split()
+    assert peers == [f"redis-{n}.{spec['serviceName']}:{ports['redis']}" for n in range(spec["replicas"])]
+    service = of_kind(overlay, "Service")[spec["serviceName"]]["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"], "no pod is ready before it has found the others"
+    (rule,) = of_kind(overlay, "NetworkPolicy")[spec["serviceName"]]["spec"]["ingress"]
+    assert {port["port"] for port in rule["ports"]} == set(ports)
+    folder, _, file = join["command"][-1].rpartition("/")
+    assert {"name": volume["name"], "mountPath": folder, "readOnly": True} in join["volumeMounts"]
+    assert file in of_kind(overlay, "ConfigMap")[volume["configMap"]["name"]]["data"]
 
 
 @each_overlay
