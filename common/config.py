@@ -175,6 +175,8 @@ class GatewayConfig(Section):
     )
     max_num_requests: int = Field(2048, ge=1, description="requests in flight; more are answered with 429")
     max_body_bytes: Bytes = Field(16 * 2**20, ge=1, description="largest request body")
+    enable_log_requests: bool = Field(False, description="log every prompt, as text, with its sampling parameters")
+    max_log_len: int | None = Field(None, ge=0, description="characters of a prompt that are logged (default: all)")
     api_keys_file: str | None = Field(
         None, description="file of hashed API keys (kvferry api-key new NAME prints its lines); read again on change"
     )

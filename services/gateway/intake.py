@@ -116,6 +116,11 @@ class Intake:
         job = self._prompt_job(body, ids, terms)
         return _job(body, (job,), response_id, request_id, received_at)
 
+    def told(self, job: Job, max_chars: int | None) -> list[str]:
+        """One line for each prompt of a job, for an operator who has asked for it."""
+        texts = (self._tokenizer.decode(prompt.token_ids)[:max_chars] for prompt in job.prompts)
+        return [f"prompt={text!r} {prompt.sampling}" for text, prompt in zip(texts, job.prompts, strict=True)]
+
     def tool_parser(self, body: ChatRequest) -> Callable[[], ToolCallParser] | None:
         """Makes what reads the calls in a choice's text; None: all of it is content."""
         if not body.may_call:

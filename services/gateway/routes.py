@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from dataclasses import replace
@@ -36,6 +37,8 @@ from kvferry.services.gateway.responses import CompletionWriter
 from kvferry.services.gateway.run import Run
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.shape import Shape
+
+log = logging.getLogger("kvferry.gateway")
 
 ADMIN_PATHS = frozenset({"/", "/cluster", "/cluster/live", "/debug/route/{request_id}", "/metrics"})
 SHARED_PATHS = frozenset({"/health", "/ready", "/version"})
@@ -121,6 +124,9 @@ class Routes:
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         if tenant is not None:
             job = replace(job, cache_salt=tenant.salted(job.cache_salt))
+        if self._config.enable_log_requests:
+            for line in self._intake.told(job, self._config.max_log_len):
+                log.info("request %s", line)
         run = request.state.run = Run(self._service, job, request.headers.get("traceparent", ""))
         return RunResponse(
             run,

@@ -324,6 +324,17 @@ def test_no_key_and_no_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     run(gateway(FakeDecode(), tokenizer=tiny_tokenizer(), api_keys=LINE), scenario)
 
 
+def test_prompts_are_logged_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(setup: Setup) -> None:
+        with caplog.at_level(logging.INFO, "kvferry"):
+            await setup.complete(["first words", "second words"], temperature=0.5, max_tokens=3)
+        lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request prompt=")]
+        assert [line.split("'")[1] for line in lines] == ["first", "secon"]
+        assert all("temperature=0.5" in line for line in lines)
+
+    run(gateway(FakeDecode(), enable_log_requests=True, max_log_len=5), scenario)
+
+
 def test_web_pages_of_allowed_origins_may_ask_first_and_without_a_key() -> None:
     async def scenario(setup: Setup) -> None:
         asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
