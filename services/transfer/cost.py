@@ -39,7 +39,8 @@ def estimate(num_blocks: int, block_bytes: int, block_size: int, bytes_per_s: fl
 class Bandwidth:
     """Bytes per second from each peer, exponentially weighted.
 
-    What is older than a minute is forgotten: a link that was slow once is tried again, or nothing would measure it.
+    What is older than a minute is forgotten, and at once what a link did that then broke: a link that was slow once is
+    tried again, or nothing would measure it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +54,9 @@ class Bandwidth:
             old = self._measured[instance_id][0]
             rate = old + _WEIGHT * (rate - old)
         self._measured[instance_id] = rate, now
+
+    def forget(self, instance_id: str) -> None:
+        self._measured.pop(instance_id, None)
 
     def of(self, instance_id: str) -> float:
         """Measured; of an unknown peer, what the slowest known one does."""

@@ -175,6 +175,7 @@ class Puller:
 
         Calls under way end by themselves: the channel closes when the last who holds the `Peer` lets go of it.
         """
+        self.bandwidth.forget(instance_id)
         if link := self._links.get(instance_id):
             self._drop(link)
 

@@ -46,6 +46,9 @@ def test_a_peers_rate_follows_what_is_measured_and_is_forgotten_after_a_minute()
     assert 8900 < bandwidth.of("a") < 9000
     now = 59.0
     assert bandwidth.of("a") > 8900
+    bandwidth.note("b", 10, 1.0)
+    bandwidth.forget("b")
+    assert bandwidth.slowest > 8900
     now = 61.0
     assert bandwidth.of("a") == START_BYTES_PER_S, "a link that was slow once would never be tried again"
 
