@@ -22,7 +22,7 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000,
 _COUNT_BUCKETS = (0, *_LENGTH_BUCKETS)
 _N_BUCKETS = (1, 2, 5, 10, 20)
 
-_ERROR_BUCKETS = (-40, -10, -2.5, -1, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 40)
+_ERROR_BUCKETS = tuple(sorted({0, *(sign * s for s in (0.05, *_REQUEST_BUCKETS[3:16]) for sign in (-1, 1))}))
 
 _Mode = Literal["livesum", "livemin", "livemax"]
 
