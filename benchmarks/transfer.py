@@ -4,9 +4,10 @@
                                   [--max-mb 256] [--seconds 0.5]
 
 Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
-transports and of the copy are interleaved; rates are medians. CPU time is that of both processes. Pulls above
-`--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever UCX finds on this host; pulls of
-8 MB and more are compared with `ucx_perftest` over the same.
+transports and of the copy are interleaved; rates are medians. *Of copy* is the share of a plain copy of as many bytes,
+which for few bytes is one within the cache, *of memory* that of a plain copy of 256 MiB, taken before and after. CPU
+time is that of both processes. Pulls above `--max-mb` are left out. ucx runs over what UCX_TLS says, and without it
+over whatever UCX finds on this host; pulls of 8 MB and more are compared with `ucx_perftest` over the same.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from kvferry.services.transfer.server import BlocksServicer
 SHM_DIR = "/dev/shm"
 PERFTEST_MIN_BYTES = 8_000_000
 """Pulls from here on are compared with UCX's own benchmark."""
+MEMORY_BYTES = 256 * 2**20
 CARD = LayoutCard("benchmark", "numerics", "float32", 16, 2, 1, 8, "0")
 
 
@@ -149,7 +151,17 @@ async def measure(
     return found
 
 
-def print_rows(block_bytes: int, count: int, found: dict[str, Measured]) -> None:
+def memory_rates(source: Blocks, dest: Blocks) -> list[float]:
+    """Bytes per second that a plain copy brings from memory to memory."""
+    rates = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(dest, source)
+        rates.append(dest.nbytes / (time.perf_counter() - started))
+    return rates
+
+
+def print_rows(block_bytes: int, count: int, found: dict[str, Measured], memory_rate: float) -> None:
     num_bytes = block_bytes * count
     copy_rate = num_bytes / statistics.median(found["copy"].seconds)
     for name, measured in found.items():
@@ -157,7 +169,7 @@ def print_rows(block_bytes: int, count: int, found: dict[str, Measured]) -> None
         rate = num_bytes / median_s
         cpu = "" if name == "copy" else f"{measured.cpu_s / (len(measured.seconds) * num_bytes / 1e9):8.2f}"
         print(f"{block_bytes:10,d} {count:7,d}  {name:5s} {rate / 1e6:9.0f} {rate / copy_rate:7.1%} "
-              f"{1e3 * median_s:10.3f} {cpu}", flush=True)  # fmt: skip
+              f"{rate / memory_rate:9.1%} {1e3 * median_s:10.3f} {cpu}", flush=True)  # fmt: skip
 
 
 def print_perftest(block_bytes: int, count: int, ucx: Measured, rates: list[float]) -> None:
@@ -171,6 +183,7 @@ async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str,
     counts = [count for count in args.blocks if count * block_bytes <= args.max_mb * 1e6]
     segment = PoolSegment.anonymous(max(counts), block_bytes)
     source = content(segment.num_blocks, block_bytes)
+    large = np.ones((2, MEMORY_BYTES), dtype=np.uint8)
     with owner(segment.num_blocks, block_bytes, transports) as said:
         async with pullers(said, segment, transports) as reader:
             for name, (puller, peer) in reader.items():
@@ -178,8 +191,10 @@ async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str,
             for count in counts:
                 compares = "ucx" in transports and count * block_bytes >= PERFTEST_MIN_BYTES
                 rates = [await asyncio.to_thread(tag_rate)] if compares else []
+                memory = memory_rates(*large)
                 found = await measure(reader, said, segment, source, count, args.seconds)
-                print_rows(block_bytes, count, found)
+                memory += memory_rates(*large)
+                print_rows(block_bytes, count, found, statistics.median(memory))
                 if compares:
                     rates.append(await asyncio.to_thread(tag_rate))
                     print_perftest(block_bytes, count, found["ucx"], rates)
@@ -201,8 +216,8 @@ def main(argv: list[str]) -> int:
     if "ucx" in transports and find_spec("ucxx") is None:
         print("ucx is left out: pip install 'kvferry[ucx]'", file=sys.stderr)
         transports = tuple(name for name in transports if name != "ucx")
-    print(f"{'block B':>10s} {'blocks':>7s}  {'over':5s} {'MB/s':>9s} {'of copy':>7s} {'ms a pull':>10s} "
-          f"{'CPU s/GB':>8s}")  # fmt: skip
+    print(f"{'block B':>10s} {'blocks':>7s}  {'over':5s} {'MB/s':>9s} {'of copy':>7s} {'of memory':>9s} "
+          f"{'ms a pull':>10s} {'CPU s/GB':>8s}")  # fmt: skip
     for block_bytes in args.block_bytes:
         asyncio.run(run(args, block_bytes, transports))
     return 0

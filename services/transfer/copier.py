@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,8 +18,8 @@ Blocks = npt.NDArray[np.uint8]
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 16 * 2**20
-"""Between pieces of this size a copy looks whether it was cancelled."""
+_PIECE_BYTES = 8 * 2**20
+"""Between pieces of this size a copy gives way, or looks whether it was cancelled."""
 
 
 class Copier:
@@ -55,7 +55,16 @@ def copy_blocks(
     dst_block_ids: Sequence[int],
     stop: threading.Event | None = None,
 ) -> None:
-    """Copies rows of `source` to rows of `dest`, which must not overlap; ids must be in range.
+    """Copies rows of `source` to rows of `dest`, which must not overlap; ids must be in range. Ends early on `stop`."""
+    pieces = copy_pieces(source, src_block_ids, dest, dst_block_ids)
+    while (stop is None or not stop.is_set()) and next(pieces, "end") != "end":
+        pass
+
+
+def copy_pieces(
+    source: Blocks, src_block_ids: Sequence[int], dest: Blocks, dst_block_ids: Sequence[int]
+) -> Iterator[None]:
+    """What `copy_blocks` does, with a stop after every `_PIECE_BYTES` or so: about 1 ms.
 
     One numpy call per run of adjacent destination blocks, so that a scattered copy, too, gives up the interpreter
     lock once and not once per block (a busy thread takes up to 5 ms to give it back). Where such a run is adjacent at
@@ -70,11 +79,14 @@ def copy_blocks(
     piece = max(1, _PIECE_BYTES // (dest.shape[-1] * (1 if dest.ndim == 2 else dest.shape[1])))
     ends = np.diff(dst) != 1 if is_whole else (np.diff(dst) != 1) | (np.diff(src) != 1)
     borders = [0, *(np.flatnonzero(ends) + 1).tolist(), len(dst)]
+    num_copied = 0
     for run_start, run_stop in itertools.pairwise(borders):
         for start in range(run_start, run_stop, piece):
-            if stop is not None and stop.is_set():
-                return
+            if num_copied >= piece:
+                num_copied = 0
+                yield
             rows = src[start : min(start + piece, run_stop)]
+            num_copied += len(rows)
             out = dest[dst[start] : dst[start] + len(rows)]
             if is_whole and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
                 np.copyto(out, source[rows[0] : rows[0] + len(rows)])

@@ -5,6 +5,7 @@ No message is sent, so nothing here can notice that a lease has ended; the reade
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -12,13 +13,9 @@ from functools import partial
 from kvferry.common.errors import TransferFailed
 from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer.base import Peer
-from kvferry.services.transfer.copier import Blocks, Copier, copy_blocks
+from kvferry.services.transfer.copier import Blocks, Copier, copy_blocks, copy_pieces
 from kvferry.services.transfer.heads import view
 from kvferry.services.transfer.segment import PoolSegment
-
-_INLINE_BYTES = 16 * 2**20
-"""Up to here (1.5 ms) a copy delays the event loop less than its hand-over to a thread and back delays the copy: on a
-machine whose cores all compute, two wake-ups take 0.3 to 1 ms."""
 
 
 class ShmTransport:
@@ -45,10 +42,10 @@ class ShmTransport:
             raise TransferFailed(f"{source} has {len(theirs)} blocks, asked for block {max(src_block_ids)}")
         if self._fail_points.are_on:
             await self._copier.run(partial(self._copy_with_faults, theirs, src_block_ids, mine, dst_block_ids))
-        elif len(src_block_ids) * self._own.block_bytes <= _INLINE_BYTES:
-            copy_blocks(theirs, src_block_ids, mine, dst_block_ids)
-        else:
-            await self._copier.run(partial(copy_blocks, theirs, src_block_ids, mine, dst_block_ids))
+            return
+        # In the event loop, which each piece delays by 1 ms: a thread's two wake-ups would delay the copy by as much.
+        for _ in copy_pieces(theirs, src_block_ids, mine, dst_block_ids):
+            await asyncio.sleep(0)
 
     def drop(self, instance_id: str) -> None:
         self._sources.pop(instance_id, None)  # unmapped when the last copy out of it has ended

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.common.config import Config, NodeConfig
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.hashing import block_names, root_name
 from kvferry.common.nodes import LayoutCard, Role
 from kvferry.common.requests import Holder, PrefillCandidate
@@ -40,7 +41,20 @@ BLOCK = 4
 SLOT_BYTES = 8
 CARD = LayoutCard("model", "numerics", "float32", BLOCK, 1, 1, 1, "0")
 SHM_DIR = "/dev/shm"
+COPIES_WAIT = False
+"""Whether nodes made from now on copy out of shared memory only when the test says so (`SimNode.copy`)."""
 _serial = itertools.count()
+
+
+class _InThreads(FailPoints):
+    """Nothing goes wrong, but copies are made where things could: in threads, which `HeldJobs` stand for."""
+
+    @property
+    def are_on(self) -> bool:
+        return True
+
+    def pause(self, point: str) -> bool:
+        return False
 
 
 class _Row:
@@ -164,7 +178,13 @@ class SimNode:
         blocks = BlocksServicer(self.instance)
         blocks.serve(CARD, self.segment, self.leases, transports)
         puller = Puller(
-            CARD, self.instance, self.segment, transports, timeout_s=config.node.peer_timeout_s, dial=self.wire.channel
+            CARD,
+            self.instance,
+            self.segment,
+            transports,
+            timeout_s=config.node.peer_timeout_s,
+            fail_points=_InThreads() if COPIES_WAIT else None,
+            dial=self.wire.channel,
         )
         model: Any = SimpleNamespace(vocab_size=512)
         grammars: Any = None

@@ -14,8 +14,8 @@ from kvferry.common.config import Config, NodeConfig
 from kvferry.common.fail_points import spoilt
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.node.cached_pull import promising
-from kvferry.services.transfer import shm
 from tests.engine.fake_runner import generate
+from tests.transfer import sim
 from tests.transfer.fleet import NUM_OUTPUT, Fleet, chat, next_turn, num_held
 from tests.transfer.sim import BLOCK, SimNode
 
@@ -23,12 +23,12 @@ from tests.transfer.sim import BLOCK, SimNode
 @pytest.fixture
 def fleets() -> Iterator[list[Fleet]]:
     """Those that the test adds are closed. Every copy waits until the test lets it be made."""
-    was, shm._INLINE_BYTES = shm._INLINE_BYTES, -1
+    sim.COPIES_WAIT = True
     made: list[Fleet] = []
     yield made
     for fleet in made:
         fleet.close()
-    shm._INLINE_BYTES = was
+    sim.COPIES_WAIT = False
 
 
 def test_nodes_that_pull_from_each_other_with_full_pools_never_wait_in_a_circle(fleets: list[Fleet]) -> None:

@@ -12,8 +12,8 @@ from kvferry.common.nodes import Role
 from kvferry.common.requests import GenerateRequest, SamplingParams
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_from_pb
-from kvferry.services.transfer import shm
 from tests.engine.fake_runner import generate
+from tests.transfer import sim
 from tests.transfer.sim import SimNode
 from tests.transfer.virtual import VirtualLoop
 from tests.transfer.wire import Wire
@@ -73,13 +73,13 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    was, shm._INLINE_BYTES = shm._INLINE_BYTES, -1
+    sim.COPIES_WAIT = True
     pair = Pair()
     yield pair
     for node in (pair.prefill, pair.decode):
         node.die(half_open=True)
     pair.loop.close()
-    shm._INLINE_BYTES = was
+    sim.COPIES_WAIT = False
 
 
 def test_a_dead_writer_is_noticed_within_three_seconds_and_the_prompt_is_computed_here(pair: Pair) -> None:

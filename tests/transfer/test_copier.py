@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.services.transfer import copier
-from kvferry.services.transfer.copier import Copier, copy_blocks
+from kvferry.services.transfer.copier import Copier, copy_blocks, copy_pieces
 
 
 @settings(deadline=None)
@@ -38,6 +39,17 @@ def test_a_copy_of_many_pieces_stops_between_two_of_them(monkeypatch: pytest.Mon
     dest[:] = 0
     copy_blocks(source, range(10), dest, range(10), stop)
     assert not dest.any()
+
+
+@pytest.mark.parametrize("dst", [range(10), range(9, -1, -1)], ids=["adjacent", "scattered"])
+def test_a_copy_gives_way_after_so_many_bytes_however_they_lie(
+    dst: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "_PIECE_BYTES", 12)
+    source, dest = np.ones((10, 4), np.uint8), np.zeros((10, 4), np.uint8)
+    num_copied = [int(dest.any(axis=1).sum()) for _ in copy_pieces(source, range(10), dest, dst)]
+    assert num_copied == [3, 6, 9]
+    assert dest.all()
 
 
 def test_a_cancelled_run_waits_for_its_thread_however_often_it_is_cancelled() -> None:

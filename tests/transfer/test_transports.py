@@ -12,7 +12,7 @@ import pytest
 from kvferry.common.errors import BlockCorrupt, LeaseExpired, TransferFailed
 from kvferry.common.fail_points import FailPoints
 from kvferry.proto import kvferry_pb2 as pb
-from kvferry.services.transfer import server
+from kvferry.services.transfer import copier, server
 from kvferry.services.transfer.base import Transport
 from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.lease import LeaseTable
@@ -74,6 +74,31 @@ def _pull_all(
 
 def _leases() -> LeaseTable:
     return LeaseTable(lambda _: None, lambda _: None, lease_s=60.0)
+
+
+def test_shm_leaves_the_event_loop_to_others_and_ends_between_pieces_when_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier, "_PIECE_BYTES", 2 * 64)
+    own, ids, num_copied = PoolSegment.anonymous(8, 64), list(range(8)), []
+
+    async def body() -> None:
+        with shared_pool(8, 64) as (instance_id, segment):
+            async with serve(segment, instance_id=instance_id) as owner, peer_of(owner.address, instance_id, own) as it:
+                transport = ShmTransport(own)
+                await transport.open(it)
+                pull = asyncio.create_task(transport.pull(it, owner.lease(ids), ids, ids))
+                while len(num_copied) < 3:
+                    await asyncio.sleep(0)
+                    num_copied.append(int((own.buffer == content(ids, 64)).all(axis=1).sum()))
+                pull.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pull
+                await transport.aclose()
+
+    asyncio.run(body())
+    assert num_copied == [2, 4, 6]
+    assert int((own.buffer == content(ids, 64)).all(axis=1).sum()) == 6
 
 
 def test_grpc_names_the_block_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from kvferry.common.nodes import Role
 from kvferry.common.requests import FinishReason, GenerateRequest, SamplingParams
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_from_pb
-from kvferry.services.transfer import server, shm
+from kvferry.services.transfer import server
 from tests.engine.fake_runner import generate
+from tests.transfer import sim
 from tests.transfer.sim import BLOCK, SLOT_BYTES, SimNode, contents
 from tests.transfer.virtual import VirtualLoop
 from tests.transfer.wire import Wire, pick
@@ -60,11 +61,8 @@ class TwoSides(RuleBasedStateMachine):
     @initialize(share=st.booleans())
     def start(self, share: bool) -> None:
         self.transports: tuple[Any, ...] = ("shm", "grpc") if share else ("grpc",)
-        self.was = shm._INLINE_BYTES, server._RUN_BYTES
-        shm._INLINE_BYTES, server._RUN_BYTES = (
-            -1,
-            2 * BLOCK * SLOT_BYTES,
-        )  # copies wait to be made; two blocks a message
+        self.was, sim.COPIES_WAIT = server._RUN_BYTES, True
+        server._RUN_BYTES = 2 * BLOCK * SLOT_BYTES  # two blocks a message
         self.loop, self.wire = VirtualLoop(), Wire()
         self.want: dict[bytes, bytes] = {}
         self.sent: dict[str, Sent] = {}
@@ -269,7 +267,7 @@ class TwoSides(RuleBasedStateMachine):
                 self._bury(node)
                 node.die(half_open=True)
             self.loop.close()
-            shm._INLINE_BYTES, server._RUN_BYTES = self.was
+            server._RUN_BYTES, sim.COPIES_WAIT = self.was, False
 
     def _come_to_rest(self) -> None:
         for _ in range(200):
