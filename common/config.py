@@ -104,6 +104,9 @@ class EngineConfig(Section):
         False, description="on GPU: the same bits whatever runs beside a request (on CPU in float32 always so)"
     )
     num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
+    core_board: str | None = Field(
+        None, description="on CPU: file by which nodes of a machine lend each other idle cores (kvferry up makes one)"
+    )
 
     @property
     def weight_format(self) -> Literal["float32", "bfloat16", "float16", "int8"]:

@@ -43,11 +43,18 @@ class DecodeReplays:
         self._found: dict[tuple[int, int], tuple[LayerInputs, ops.Recording] | None] = {}
         self._kv_cache: torch.Tensor | None = None
 
-    def run(self, inputs: LayerInputs, kv_cache: torch.Tensor, layers: Layers) -> torch.Tensor:
-        """`layers(inputs, kv_cache)`; the result is valid until the next call."""
+    @staticmethod
+    def takes(inputs: LayerInputs) -> bool:
+        """Whether it is a decode step so small that `run` pays."""
         num_rows = len(inputs.hidden)
-        if num_rows != len(inputs.plan.context_lens) or num_rows > MAX_ROWS or not ops.can_record(inputs.hidden):
-            return layers(inputs, kv_cache)
+        return num_rows == len(inputs.plan.context_lens) and num_rows <= MAX_ROWS and ops.can_record(inputs.hidden)
+
+    def run(self, inputs: LayerInputs, kv_cache: torch.Tensor, layers: Layers) -> torch.Tensor:
+        """`layers(inputs, kv_cache)` of inputs that it `takes`; the result is valid until the next call.
+
+        `layers` must keep the number of threads.
+        """
+        num_rows = len(inputs.hidden)
         if kv_cache is not self._kv_cache:
             self._found.clear()
             self._kv_cache = kv_cache

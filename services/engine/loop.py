@@ -20,16 +20,20 @@ class EngineLoop:
     """Steps the engine in a thread of its own until stopped.
 
     `on_failure` is called in the event loop when the engine itself breaks (an unbalanced account, a bug in booking):
-    its state can then not be trusted, and the process must end.
+    its state can then not be trusted, and the process must end. `on_idle` is called in its thread before each wait.
     """
 
     def __init__(
-        self, engine: Engine, on_failure: Callable[[BaseException], None], fail_points: FailPoints | None = None
+        self,
+        engine: Engine,
+        on_failure: Callable[[BaseException], None],
+        fail_points: FailPoints | None = None,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
         self._fail_points = fail_points or FailPoints()
         self._step_began_s: float | None = None
-        self._on_failure = on_failure
+        self._on_failure, self._on_idle = on_failure, on_idle
         self._loop = asyncio.get_running_loop()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -57,6 +61,8 @@ class EngineLoop:
                 has_worked = self.engine.step()
                 self._step_began_s = None
                 if not has_worked:
+                    if self._on_idle is not None:
+                        self._on_idle()
                     self.engine.wait_for_work(0.5)
         except BaseException as exc:
             log.exception("the engine loop broke")

@@ -7,6 +7,7 @@ comes from `kernels/ops.py`, whose promise (a row's bits depend on that row alon
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,8 @@ class LlamaModel:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self.choose_threads: Callable[[], None] | None = None
+        """Called before a step's layers and, where it is not a replay, before each: it may change torch's threads."""
         self._decode_replays = DecodeReplays()
         self._next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
         self._rope_table = rope_table(config.rope, config.head_dim, config.max_position_embeddings).to(self.device)
@@ -64,20 +67,29 @@ class LlamaModel:
         Valid until the next call. `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in
         the model's dtype.
         """
+        if self.choose_threads is not None:
+            self.choose_threads()
         config, weights = self.config, self.weights
         cos_sin = self._rope_table[batch.positions]  # [num_tokens, head_dim]
         plan = ops.plan_attention(
             kv_cache, batch.block_tables, batch.query_starts, batch.context_lens, config.num_heads
         )
         hidden = F.embedding(batch.token_ids, weights.embedding)  # [num_tokens, hidden_size]
-        return self._decode_replays.run(LayerInputs(hidden, cos_sin, batch.slot_mapping, plan), kv_cache, self._layers)
+        inputs = LayerInputs(hidden, cos_sin, batch.slot_mapping, plan)
+        if self._decode_replays.takes(inputs):
+            return self._decode_replays.run(inputs, kv_cache, self._layers)
+        return self._layers(inputs, kv_cache, self.choose_threads)
 
-    def _layers(self, inputs: LayerInputs, kv_cache: torch.Tensor) -> torch.Tensor:
+    def _layers(
+        self, inputs: LayerInputs, kv_cache: torch.Tensor, choose_threads: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Overwrites `inputs.hidden` -> what `hidden` returns."""
         config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
         hidden, plan = inputs.hidden, inputs.plan
         normed = ops.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
+            if choose_threads is not None:
+                choose_threads()
             qkv = layer.qkv(normed)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
             query = ops.rotary_and_write_kv(
                 qkv, inputs.cos_sin, kv_cache, index, inputs.slot_mapping, layer.q_norm, layer.k_norm, eps

@@ -53,8 +53,14 @@ async def redis_problem(url: str, namespace: str, timeout_s: float) -> str | Non
     return None
 
 
-def node_programs(config: Config) -> list[Program]:
-    """Decode nodes first. Names and ports are chosen here and stay over restarts."""
+def node_programs(config: Config, core_board: Path | None = None) -> list[Program]:
+    """Decode nodes first. Names and ports are chosen here and stay over restarts.
+
+    By way of the file `core_board` they lend each other idle cores, unless a number of threads was asked for.
+    """
+    if core_board is not None and config.engine.num_threads is None:
+        engine = config.engine.model_copy(update={"core_board": str(core_board)})
+        config = config.model_copy(update={"engine": engine})
     local = config.local
     roles = [Role.DECODE] * local.num_decode + [Role.BOTH] * local.num_both + [Role.PREFILL] * local.num_prefill
     host, first_port, metrics_port = config.node.node_host, config.node.node_port, config.node.metrics_port

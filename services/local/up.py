@@ -85,7 +85,7 @@ class _Up:
         self._config = plan.claim_gateway_port(self._config)
         await self._provide_redis(folder)
         await self._provide_model()
-        nodes = plan.node_programs(self._config)
+        nodes = plan.node_programs(self._config, folder / "cores")
         self._fleet.start(nodes)
         self._fleet.start([plan.gateway_program(self._config)])
         self._console.say(f"starting {', '.join(program.name for program in nodes)} and the gateway")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import kvferry
 from kvferry.common.config import Config, EngineConfig
+from kvferry.common.core_board import CoreBoard
 from kvferry.common.cores import available_cores
 from kvferry.common.errors import ConfigError
 from kvferry.common.models import resolve_model
@@ -45,11 +47,13 @@ class BuiltEngine:
     max_model_len: int
     grammars: Grammars
     batch_invariant: bool
+    core_board: CoreBoard | None
 
 
 def build_engine(config: Config, role: Role, instance_id: str, on_report: Callable[[StepReport], None]) -> BuiltEngine:
     """Raises ModelLoadError or ConfigError with what to change."""
-    torch.set_num_threads(config.engine.num_threads or available_cores())
+    num_threads = config.engine.num_threads or available_cores()
+    torch.set_num_threads(num_threads)
     folder = resolve_model(config.cluster.model)
     log.info("loading %s", folder)
     device = _device(config.engine.device)
@@ -60,6 +64,10 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     if weight_format != "float32" and device.type != "cpu":
         raise ConfigError(f"weights are kept as {weight_format} on CPU only, and this node computes on {device.type}")
     model = load_model(folder, _DTYPE, device, config.engine.batch_invariant, weight_format)
+    core_board = None
+    if config.engine.core_board is not None and device.type == "cpu":
+        core_board = CoreBoard(Path(config.engine.core_board), num_threads, available_cores())
+        model.choose_threads = partial(_choose_threads, core_board)
     card = _card(folder, model.config, config.engine, device)
     num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
@@ -96,7 +104,12 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     )
     grammars = Grammars(folder, model.config.vocab_size, eos)
     log.info("batch invariance is %s, numerics %s", "in force" if invariant else "NOT in force", card.numerics_id)
-    return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars, invariant)
+    return BuiltEngine(engine, card, segment, model.config, max_model_len, grammars, invariant, core_board)
+
+
+def _choose_threads(core_board: CoreBoard) -> None:
+    if (num_threads := core_board.begin()) != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
 
 
 def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:

@@ -201,7 +201,8 @@ class NodeRuntime(pb_grpc.NodeServicer):
             grammars=built.grammars,
             batch_invariant=built.batch_invariant,
         )
-        self._engine_loop = engine_loop = EngineLoop(built.engine, self._fail, self.context.fail_points)
+        on_idle = built.core_board.idle if built.core_board else None
+        self._engine_loop = engine_loop = EngineLoop(built.engine, self._fail, self.context.fail_points, on_idle)
         engine_loop.start()
         stack.push_async_callback(engine_loop.stop)
         stack.push_async_callback(puller.aclose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ def test_bits_do_not_depend_on_chunk_size_or_threads(model: LlamaModel) -> None:
         with threads(count):
             _, got = PagedModel(model, seed=chunk, block_size=8).prefill(token_ids, chunk)
         assert torch.equal(got, expected), f"chunks of {chunk} with {count} threads"
+
+
+def test_bits_do_not_depend_on_threads_that_come_and_go_between_layers(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids, counts, seen = prompt(90), itertools.cycle((1, 2, 2, 1, 2)), []
+    _, expected = PagedModel(model).prefill(token_ids, 33)
+
+    def choose_threads() -> None:
+        seen.append(next(counts))
+        torch.set_num_threads(seen[-1])
+
+    monkeypatch.setattr(model, "choose_threads", choose_threads)
+    with threads(1):
+        _, got = PagedModel(model).prefill(token_ids, 33)
+    assert torch.equal(got, expected)
+    assert len(seen) == 3 * (1 + model.config.num_layers)
 
 
 def test_bits_do_not_depend_on_the_batch(model: LlamaModel) -> None:

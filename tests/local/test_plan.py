@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvferry.common.config import load_config
@@ -41,6 +43,13 @@ def test_nodes_share_the_cores_and_prefill_yields_to_decode():
 def test_a_number_of_threads_that_was_asked_for_holds():
     [program, _] = node_programs(config(num_threads=3))
     assert program.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_nodes_lend_each_other_cores_unless_a_number_of_threads_was_asked_for():
+    board = Path("/run/cores")
+    for flags, expected in (({}, "/run/cores"), ({"num_threads": 1}, None)):
+        engines = [load_config(environ=each.environ).engine for each in node_programs(config(**flags), board)]
+        assert [engine.core_board for engine in engines] == [expected] * 2
 
 
 def test_each_has_longer_than_its_own_grace_period_to_drain():
