@@ -35,6 +35,8 @@ def parse_bytes(value: object) -> object:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 TransportName = Literal["shm", "ucx", "grpc"]
+DECODE_MAX_STEP_MS = 100.0
+"""`max_step_ms` of decode nodes, where none is given; on others prompts may then fill the whole token budget."""
 
 
 class Section(BaseModel):
@@ -91,7 +93,9 @@ class EngineConfig(Section):
     max_model_len: int | None = Field(None, ge=1, description="context limit (default: the model's own)")
     max_num_seqs: int = Field(128, ge=1, description="sequences per step")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step (default: CPU 256, GPU 2048)")
-    max_step_ms: float = Field(100.0, gt=0, description="on decode nodes, target length of a step with prompt tokens")
+    max_step_ms: float | None = Field(
+        None, gt=0, description="target length of a step with prompts beside streams (default: 100 on decode nodes)"
+    )
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait on a node")
     max_num_waiting_tokens: int = Field(524_288, ge=1, description="prompt tokens that may wait on a node")
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="who starts first")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from kvferry.common.config import DECODE_MAX_STEP_MS
 from kvferry.common.errors import BadRequest, KvferryError
 from kvferry.common.nodes import Role
 from kvferry.common.requests import Holder
@@ -49,7 +50,8 @@ def local_prefill_limit(node: NodeContext) -> int:
     loaded, config = node.require_loaded(), node.config
     if config.node.local_prefill_max_tokens is not None:
         return config.node.local_prefill_max_tokens
-    measured = loaded.engine.scheduler.times.prompt_tokens_within(config.engine.max_step_ms, decoding=False)
+    step_ms = config.engine.max_step_ms or DECODE_MAX_STEP_MS
+    measured = loaded.engine.scheduler.times.prompt_tokens_within(step_ms, decoding=False)
     return UNMEASURED_LOCAL_PREFILL_TOKENS if measured is None else max(measured, loaded.card.block_size)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from kvferry.common.config import Config
+from kvferry.common.config import DECODE_MAX_STEP_MS, Config
 from kvferry.common.cores import available_cores, available_memory_bytes
 from kvferry.common.errors import ConfigError
 from kvferry.common.models import resolve_model
@@ -105,7 +105,8 @@ def _find(config: Config, options: Options, bench: Bench, cold_s: float, sample:
     speeds = bench.sweep(BUDGETS["cuda" if on_gpu else "cpu"])
     for speed in speeds:
         print(f"  {speed.budget:5d} tokens: {speed.tokens_per_s:6.0f} tokens/s, steps of up to {speed.step_ms:.0f} ms")
-    advice.append(rules.budget(speeds, options.goal, engine.max_step_ms, limits.max_num_batched_tokens))
+    max_step_ms = engine.max_step_ms or DECODE_MAX_STEP_MS
+    advice.append(rules.budget(speeds, options.goal, max_step_ms, limits.max_num_batched_tokens))
     if sample:
         from kvferry.services.gateway.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import kvferry
-from kvferry.common.config import Config, EngineConfig
+from kvferry.common.config import DECODE_MAX_STEP_MS, Config, EngineConfig
 from kvferry.common.core_board import CoreBoard
 from kvferry.common.cores import available_cores
 from kvferry.common.errors import ConfigError
@@ -81,7 +81,7 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=(config.engine.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type]),
         max_num_waiting=config.engine.max_num_waiting,
-        max_step_ms=config.engine.max_step_ms if role is Role.DECODE else None,
+        max_step_ms=config.engine.max_step_ms or (DECODE_MAX_STEP_MS if role is Role.DECODE else None),
         max_num_waiting_tokens=config.engine.max_num_waiting_tokens,
         policy=config.engine.scheduling_policy,
         long_prefill_token_threshold=config.engine.long_prefill_token_threshold,
