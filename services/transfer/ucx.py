@@ -99,6 +99,7 @@ class UcxTransport:
         self._own = segment
         self._timeout_s = timeout_s  # longest silence of the owner
         self._thread: UcxThread | None = None  # from the first pull on
+        self._starting: asyncio.Task[UcxThread] | None = None
         self._is_closed = False
         self._connections: list[_Connection] = []
         self._buffers = Buffers()
@@ -119,8 +120,10 @@ class UcxTransport:
 
     async def aclose(self) -> None:
         self._is_closed = True
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.close)
+        if self._starting is not None:
+            with contextlib.suppress(TransferFailed):
+                thread = await self._starting
+                await asyncio.to_thread(thread.close)
 
     async def _pull(self, source: Peer, lease_id: str, src: tuple[int, ...], dst: tuple[int, ...]) -> None:
         if source.ucx_port is None:
@@ -128,7 +131,7 @@ class UcxTransport:
         part = source.part
         size, heads = (part.mine.num_bytes, part.heads) if part else (self._own.block_bytes, range(0))
         request = ReadRequest(new_tag(), size, source.instance_id, lease_id, src, heads)
-        loop, thread = asyncio.get_running_loop(), self._started()
+        loop, thread = asyncio.get_running_loop(), await self._started()
         pull = _Pull(source, request, dst, loop, loop.create_future(), time.monotonic())
         thread.call(partial(self._begin, thread, pull))
         try:
@@ -141,11 +144,13 @@ class UcxTransport:
                 raise
             raise TransferFailed(f"{source}: the read was stopped") from exc
 
-    def _started(self) -> UcxThread:
+    async def _started(self) -> UcxThread:
+        """Made in a thread: UCX looks at all devices of the machine, which takes a tenth of a second and more."""
         if self._is_closed:
             raise TransferFailed("transport ucx is closed")
-        if self._thread is None:
-            self._thread = UcxThread("ucx", self)
+        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+            self._starting = asyncio.create_task(asyncio.to_thread(UcxThread, "ucx", self))
+        self._thread = await asyncio.shield(self._starting)
         return self._thread
 
     # ---- in the thread
