@@ -153,8 +153,9 @@ class Cluster:
         command = [*on.prefix, sys.executable, "-m", "kvferry.services.local.cli", role]
         command += ["--model", model or self.model]
         command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port)]
-        if role != "both":  # it has a partner on this machine: two that take all cores ruin each other
+        if role != "both":  # it has a partner on this machine, as `kvferry up` would start the two
             command += ["--num-threads", str(max(1, available_cores() // 2))]
+            command += ["--core-board", str(self.folder / "cores")]
         node = Node(role, [*command, *flags], self.folder / f"{role}-{port}.log", port=port, host=on)
         node.start()
         self.processes.append(node)
