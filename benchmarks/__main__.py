@@ -10,7 +10,7 @@ from kvferry.common.cores import NODE_ENVIRON
 
 NAMES = ("memory", "batching", "prefix", "serving")
 BY_NAME_ONLY = ("aot", "gateway", "handover", "index", "kernels", "quality", "routing", "simulated", "step_times")
-BY_NAME_ONLY += ("transfer",)
+BY_NAME_ONLY += ("attention", "transfer")
 
 
 def main() -> int:

@@ -77,11 +77,12 @@ class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to compute (auto: cuda where there is one)"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="what weights are kept as (on CPU; computing and KV blocks stay float32)"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="how weights are kept (on CPU)")
     quantization: Literal["int8"] | None = Field(
         None, description="keep the dense layers' weights as int8, rounded at load (on CPU)"
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="how KV blocks are kept (auto: float32; 16 bits on CPU: half the memory)"
     )
     kv_cache_memory: Bytes | None = Field(
         None, ge=1, description="bytes of KV pool (default: on CPU 512MiB, on GPU by gpu-memory-utilization)"
@@ -173,6 +174,9 @@ class GatewayConfig(Section):
     queue_timeout: float = Field(120.0, gt=0, description="longest wait for the first token")
     max_ttft: float | None = Field(
         None, gt=0, description="seconds; a request whose first token is predicted to come later is answered with 429"
+    )
+    stream_delay_weight: float = Field(
+        4.0, ge=0, description="what 1 ms that a running stream loses to a prompt on a decode node weighs in first token"
     )
     max_resumptions: int = Field(
         3, ge=0, description="times that a request goes on elsewhere after the decode node that ran it was lost"

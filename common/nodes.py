@@ -28,7 +28,7 @@ class LayoutCard:
 
     model_fingerprint: str
     numerics_id: str
-    dtype: str
+    dtype: str  # of keys and values
     block_size: int
     num_layers: int
     num_kv_heads: int
@@ -37,6 +37,11 @@ class LayoutCard:
     tp_rank: int = 0
     tp_size: int = 1
     weights: str = "float32"  # what they are kept as
+
+    @property
+    def naming(self) -> tuple[str, str, int]:
+        """Nodes that are alike in this give equal names to equal blocks."""
+        return self.model_fingerprint, self.numerics_id, self.block_size
 
     @property
     def kv_heads(self) -> range:
@@ -67,9 +72,10 @@ class LayoutCard:
         for name in _CARD_FIELDS:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
+                said = {"dtype": "kv_cache_dtype"}.get(name, name)  # a node's option `dtype` is about its weights
                 raise LayoutMismatch(
-                    f"{who} has {name} {theirs!r}, this node has {mine!r}: start both with the same value",
-                    param=name,
+                    f"{who} has {said} {theirs!r}, this node has {mine!r}: start both with the same value",
+                    param=said,
                 )
         if not (self._splits_evenly() and other._splits_evenly()):
             raise LayoutMismatch(
@@ -91,9 +97,9 @@ class LayoutCard:
 
 _CARD_FIELDS = (
     "weights",
+    "dtype",
     "model_fingerprint",
     "numerics_id",
-    "dtype",
     "block_size",
     "num_layers",
     "num_kv_heads",
@@ -121,20 +127,30 @@ class BlockAccounts:
         return self.free + self.cached
 
 
+def num_positions(start: int, end: int) -> int:
+    """What tokens `[start, end)` of a prompt attend to, together: attention's share of computing them goes with it."""
+    return (end * end - start * start) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
     """A node's own report, at most one heartbeat old. Rates are exponentially weighted; 0: not measured.
 
-    `num_waiting_tokens` are prompt tokens still to be computed, those of prompts that have begun too.
+    `num_waiting_tokens` are prompt tokens still to be computed, those of prompts that have begun too, and
+    `num_waiting_positions` those that they attend to, together. A prompt token takes `prompt_token_ms` and, for each
+    position before it, `prompt_position_ms`; `prefill_tokens_per_s` is the mean over prompts as they came.
     `pull_bytes_per_s` is that of its pulls from peers in the last minute, the slowest peer's."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    num_waiting_positions: int = 0
     num_blocks: int = 0
     accounts: BlockAccounts = field(default_factory=BlockAccounts)
     num_leases: int = 0
     prefill_tokens_per_s: float = 0.0
+    prompt_token_ms: float = 0.0
+    prompt_position_ms: float = 0.0
     step_ms: float = 0.0
     pull_bytes_per_s: float = 0.0
     num_steps: int = 0

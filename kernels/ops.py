@@ -5,7 +5,8 @@ whichever row it is, and with any number of threads. On a GPU the kernels of `ke
 dense layers only if packed so. Triton is imported when first needed. Knows nothing of the rest of kvferry.
 
 The pool of KV blocks is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; index 0 of the
-third dimension holds keys, 1 holds values. Slots that were never written may hold anything, NaN included.
+third dimension holds keys, 1 holds values. Slots that were never written may hold anything, NaN included. On CPU it may
+be of 16 bits: what is written is rounded, what is read is exact, and all computing is as over a float32 pool.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def numerics_id(
-    device: torch.device, dtype: torch.dtype, batch_invariant: bool = False, weight_format: WeightFormat = "float32"
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
+    weight_format: WeightFormat = "float32",
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
     """Names the bits that these ops compute here: nodes with the same id and model compute the same bits.
 
     Equal in every process on one machine, whatever the number of threads. `batch_invariant` and `weight_format`: as
-    layers are packed.
+    layers are packed; `kv_dtype`: the pool's, by default `dtype`.
     """
     if device.type == "cpu":
-        return cpu_numerics.numerics_id(dtype, weight_format)
+        return cpu_numerics.numerics_id(dtype, weight_format, kv_dtype or dtype)
     name = torch.cuda.get_device_name(device).replace(" ", "_") if device.type == "cuda" else device.type
     found = f"{name}-{str(dtype).removeprefix('torch.')}-torch{torch.__version__}"
     if not _is_on_gpu(device, dtype):
@@ -56,6 +61,11 @@ def numerics_id(
 def _is_compiled(x: torch.Tensor) -> bool:
     """Whether `kernels/cpu` serves tensors like `x`."""
     return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def _is_compiled_pool(kv_cache: torch.Tensor) -> bool:
+    """Whether `kernels/cpu` serves this pool."""
+    return kv_cache.device.type == "cpu" and kv_cache.dtype in cpu_elementwise.KV_KINDS
 
 
 def _is_gpu(x: torch.Tensor) -> bool:
@@ -136,8 +146,9 @@ def rotary_and_write_kv(
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit a pool {tuple(kv_cache.shape)}")
     if len(slot_mapping) != num_tokens or cos_sin.shape != (num_tokens, head_dim):
         raise ValueError(f"{num_tokens} tokens, {len(slot_mapping)} slots, cosines and sines {tuple(cos_sin.shape)}")
-    if _is_compiled(qkv) and _is_compiled(kv_cache):
-        _check_memory(torch.float32, qkv, cos_sin, kv_cache, q_norm, k_norm)
+    if _is_compiled(qkv) and _is_compiled_pool(kv_cache):
+        _check_memory(torch.float32, qkv, cos_sin, q_norm, k_norm)
+        _check_memory(kv_cache.dtype, kv_cache)
         _check_memory(torch.int64, slot_mapping)
         return cpu_elementwise.rotary_and_write_kv(qkv, cos_sin, kv_cache, layer, slot_mapping, q_norm, k_norm, eps)
     if _is_gpu(qkv) and _is_gpu(kv_cache):
@@ -229,8 +240,9 @@ def plan_attention(
     for i, context_len in enumerate(context_lens):
         if context_len + query_starts[i + 1] - query_starts[i] > num_slots:
             raise ValueError(f"sequence {i} ends past the {num_slots} positions of its block table")
-    cpu = cpu_attention.plan_attention(block_tables, query_starts, context_lens) if _is_compiled(kv_cache) else None
-    gpu = None
+    cpu = gpu = None
+    if _is_compiled_pool(kv_cache):
+        cpu = cpu_attention.plan_attention(block_tables, query_starts, context_lens)
     if num_heads is not None and _is_gpu(kv_cache):
         from kvferry.kernels.triton import attention as gpu_attention
 
@@ -262,10 +274,11 @@ def paged_attention(
     if query.shape[1] % kv_cache.shape[3] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a pool {tuple(kv_cache.shape)}")
     if plan.cpu is not None:
-        if query.dtype != torch.float32 or query.stride()[1:] != (query.shape[2], 1):
-            query = query.float().contiguous()
-        _check_memory(torch.float32, kv_cache)
-        return cpu_attention.paged_attention(query, kv_cache, layer, plan.cpu, scale)
+        wide = query.float()
+        if wide.stride()[1:] != (query.shape[2], 1):
+            wide = wide.contiguous()
+        _check_memory(kv_cache.dtype, kv_cache)
+        return cpu_attention.paged_attention(wide, kv_cache, layer, plan.cpu, scale).to(query.dtype)
     if plan.gpu is not None:
         from kvferry.kernels.triton import attention as gpu_attention
 

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU in float32: the step's work as a list, made once and used by every layer."""
+"""Paged attention on a CPU, in float32: the step's work as a list, made once and used by every layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from kvferry.kernels.cpu.elementwise import KV_KINDS
 from kvferry.kernels.cpu.jit.constants import KV_TILE
 from kvferry.kernels.cpu.native import float_bits, kernels
 
@@ -45,7 +46,7 @@ def paged_attention(
     """`query` [num_tokens, num_heads, head_dim] with contiguous heads -> the same shape, contiguous."""
     num_tokens, num_heads, head_dim = query.shape
     _, _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    block_stride, layer_stride, kv_stride = kv_cache.stride()[:3]
+    block_bytes, layer_bytes, kv_bytes = (stride * kv_cache.element_size() for stride in kv_cache.stride()[:3])
     out = query.new_empty(num_tokens, num_heads, head_dim)
     num_threads = torch.get_num_threads()
     rows = plan.max_tokens * (num_heads // num_kv_heads)
@@ -58,9 +59,9 @@ def paged_attention(
         query.data_ptr(),
         query.stride(0) * 4,
         float_bits(scale),
-        kv_cache.data_ptr() + layer * layer_stride * 4,
-        block_stride * 4,
-        kv_stride * 4,
+        kv_cache.data_ptr() + layer * layer_bytes,
+        block_bytes,
+        kv_bytes,
         out.data_ptr(),
         num_heads,
         num_kv_heads,
@@ -70,5 +71,6 @@ def paged_attention(
         plan.items.shape[0],
         scratch.data_ptr(),
         scratch_floats * 4,
+        KV_KINDS[kv_cache.dtype],
     )
     return out

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kvferry.kernels.cpu.jit.constants import BFLOAT16, FLOAT16, FLOAT32
 from kvferry.kernels.cpu.native import float_bits, kernels
+
+KV_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""What the pool's numbers may be. They are rounded to the nearest when written, of two to the even one."""
 
 _ONE_THREAD = 2**14
 """Elements that one thread handles sooner than a team would start."""
@@ -51,7 +55,7 @@ def rotary_and_write_kv(
     eps: float,
 ) -> torch.Tensor:
     _, _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    block_stride, layer_stride = kv_cache.stride()[:2]
+    block_bytes, layer_bytes = (stride * kv_cache.element_size() for stride in kv_cache.stride()[:2])
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     kernels().run(
         "rotary_and_write_kv",
@@ -59,15 +63,16 @@ def rotary_and_write_kv(
         qkv.data_ptr(),
         cos_sin.data_ptr(),
         slot_mapping.data_ptr(),
-        kv_cache.data_ptr() + layer * layer_stride * 4,
+        kv_cache.data_ptr() + layer * layer_bytes,
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         num_heads,
         num_kv_heads,
         head_dim,
         block_size,
-        block_stride * 4,
+        block_bytes,
         qkv.shape[0],
         float_bits(eps),
+        KV_KINDS[kv_cache.dtype],
     )
     return qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)

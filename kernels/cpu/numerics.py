@@ -22,17 +22,18 @@ from kvferry.kernels.cpu.native import compiler_version
 
 
 @cache
-def numerics_id(dtype: torch.dtype, weight_format: WeightFormat = "float32") -> str:
+def numerics_id(dtype: torch.dtype, weight_format: WeightFormat, kv_dtype: torch.dtype) -> str:
     """Equal in every process on one machine, whatever the number of threads."""
     parts = (
         "cpu",
         torch.backends.cpu.get_cpu_capability().lower(),
         str(dtype).removeprefix("torch."),
+        *([] if kv_dtype == dtype else [f"kv{str(kv_dtype).removeprefix('torch.')}"]),
         dense_kernel().name if weight_format == "float32" else _narrow_name(weight_format),
         f"tile{KV_TILE}",
         f"torch{torch.__version__}",
         compiler_version(),
-        _probe(dtype, weight_format),
+        _probe(dtype, weight_format, kv_dtype),
     )
     return "-".join(parts)
 
@@ -48,10 +49,10 @@ def _fixed(seed: int, *shape: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _probe(dtype: torch.dtype, weight_format: WeightFormat) -> str:
+def _probe(dtype: torch.dtype, weight_format: WeightFormat, kv_dtype: torch.dtype) -> str:
     """A digest of the ops' results on fixed input of odd sizes."""
     x = _fixed(1, 37, 2100).to(dtype)
-    query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(dtype)
+    query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(kv_dtype)
     tables, starts, context_lens = torch.arange(16).view(2, 8), (0, 37, 38), (60, 100)
     weight = _fixed(4, 128, 2100)
     dense = PackedLinear(weight) if weight_format == "float32" else NarrowLinear(weight, None, weight_format)
@@ -63,6 +64,7 @@ def _probe(dtype: torch.dtype, weight_format: WeightFormat) -> str:
         results.append(elementwise.add_rms_norm(x, None, x[0], 1e-5))
         qkv, cos_sin = x[:, :640].contiguous(), x[:, :64].contiguous()
         results.append(elementwise.rotary_and_write_kv(qkv, cos_sin, pool, 0, torch.arange(37), None, None, 0.0))
+        results.append(pool)
     else:
         results.append(reference.paged_attention(query, pool, 0, tables, starts, context_lens, 0.125))
         results.append(reference.silu_and_mul(x))

@@ -80,16 +80,22 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def model_fingerprint(folder: Path, dtype: torch.dtype, weight_format: ops.WeightFormat = "float32") -> str:
+def model_fingerprint(
+    folder: Path,
+    dtype: torch.dtype,
+    weight_format: ops.WeightFormat = "float32",
+    kv_dtype: torch.dtype | None = None,
+) -> str:
     """128 bits, in hex, that differ whenever two folders would compute other keys and values.
 
-    Bound are the config as understood, the dtype, how weights are kept, and of every file the header, the size and 64
-    bytes from the middle of each tensor: two fine-tunes of one model differ in nothing else, and reading all bytes
-    would take minutes.
+    Bound are the config as understood, the dtype, how weights and KV are kept, and of every file the header, the size
+    and 64 bytes from the middle of each tensor: two fine-tunes of one model differ in nothing else, and reading all
+    bytes would take minutes. `kv_dtype` is by default `dtype`.
     """
     config = ModelConfig.from_folder(folder)
     digest = hashlib.blake2b(digest_size=16, person=b"kvferry-model")
-    digest.update(json.dumps([asdict(config), str(dtype), weight_format], sort_keys=True).encode())
+    kept = str(dtype), weight_format, str(kv_dtype or dtype)
+    digest.update(json.dumps([asdict(config), *kept], sort_keys=True).encode())
     for path in Safetensors(folder).paths:
         with path.open("rb") as file:
             length = file.read(8)
@@ -109,9 +115,10 @@ def numerics_id(
     dtype: torch.dtype,
     batch_invariant: bool = False,
     weight_format: ops.WeightFormat = "float32",
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
     """What a node's bits depend on besides the model; equal in every process of a machine, whatever its threads."""
-    return ops.numerics_id(torch.device(device), dtype, batch_invariant, weight_format)
+    return ops.numerics_id(torch.device(device), dtype, batch_invariant, weight_format, kv_dtype)
 
 
 def is_batch_invariant(device: torch.device, dtype: torch.dtype, wanted: bool = False) -> bool:

@@ -65,7 +65,7 @@ class LlamaModel:
         """Writes the batch's keys and values into the pool -> [num_tokens, hidden_size], ready for `logits`.
 
         Valid until the next call. `kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in
-        the model's dtype.
+        the model's dtype, or on CPU in 16 bits.
         """
         if self.choose_threads is not None:
             self.choose_threads()

@@ -63,16 +63,17 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     weight_format = config.engine.weight_format
     if weight_format != "float32" and device.type != "cpu":
         raise ConfigError(f"weights are kept as {weight_format} on CPU only, and this node computes on {device.type}")
+    kv_dtype = _kv_dtype(config.engine, device)
     model = load_model(folder, _DTYPE, device, config.engine.batch_invariant, weight_format)
     core_board = None
     if config.engine.core_board is not None and device.type == "cpu":
         core_board = CoreBoard(Path(config.engine.core_board), num_threads, available_cores())
         model.choose_threads = partial(_choose_threads, core_board)
-    card = _card(folder, model.config, config.engine, device)
+    card = _card(folder, model.config, config.engine, device, kv_dtype)
     num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
     segment = _segment(config, instance_id, num_blocks, card.block_bytes)
-    host = torch.from_numpy(segment.buffer.reshape(-1)).view(_DTYPE)
+    host = torch.from_numpy(segment.buffer.reshape(-1)).view(kv_dtype)
     host = host.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
     kv_cache = host if device.type == "cpu" else torch.empty_like(host, device=device)
     mirror = None if kv_cache is host else HostMirror(kv_cache, host)
@@ -92,11 +93,12 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     runner = TorchRunner(model, kv_cache, eos, mirror)
     engine = Engine(runner, Scheduler(pool, limits), eos, max_model_len, on_report)
     log.info(
-        "%s, weights in %s, %d KV blocks of %d tokens (%.0f MiB, %s), context %d, %d threads",
+        "%s, weights in %s, %d KV blocks of %d tokens in %s (%.0f MiB, %s), context %d, %d threads",
         device,
         weight_format,
         num_blocks,
         card.block_size,
+        card.dtype,
         num_blocks * card.block_bytes / 2**20,
         "shared" if segment.path else "private",
         max_model_len,
@@ -112,11 +114,23 @@ def _choose_threads(core_board: CoreBoard) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:
+def _kv_dtype(engine: EngineConfig, device: torch.device) -> torch.dtype:
+    dtype: torch.dtype = _DTYPE if engine.kv_cache_dtype == "auto" else getattr(torch, engine.kv_cache_dtype)
+    if dtype != _DTYPE and device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype {engine.kv_cache_dtype}: KV blocks are kept in 16 bits on CPU only, and this node "
+            f"computes on {device.type}: use auto or float32"
+        )
+    return dtype
+
+
+def _card(
+    folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device, kv_dtype: torch.dtype
+) -> LayoutCard:
     return LayoutCard(
-        model_fingerprint=model_fingerprint(folder, _DTYPE, engine.weight_format),
-        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant, engine.weight_format),
-        dtype=str(_DTYPE).removeprefix("torch."),
+        model_fingerprint=model_fingerprint(folder, _DTYPE, engine.weight_format, kv_dtype),
+        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant, engine.weight_format, kv_dtype),
+        dtype=str(kv_dtype).removeprefix("torch."),
         block_size=engine.block_size,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

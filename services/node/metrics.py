@@ -74,8 +74,8 @@ def engine_info(card: LayoutCard, batch_invariant: bool) -> dict[str, str]:
     return {
         "batch_invariant": str(batch_invariant).lower(),
         "numerics_id": card.numerics_id,
-        "dtype": card.dtype,
         "weights": card.weights,
+        "kv_cache_dtype": card.dtype,
         "block_size": str(card.block_size),
     }
 

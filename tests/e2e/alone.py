@@ -21,13 +21,14 @@ class Alone:
     """`generate` is what any cluster must return for the same prompt and parameters, bit for bit."""
 
     model: LlamaModel
+    kv_dtype: torch.dtype = torch.float32
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        return cls(load_model(folder, torch.float32))
+    def load(cls, folder: Path, kv_dtype: torch.dtype = torch.float32) -> Self:
+        return cls(load_model(folder, torch.float32), kv_dtype)
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[SampledToken]:
-        paged, eos = PagedModel(self.model), tuple(self.model.config.eos_token_ids)
+        paged, eos = PagedModel(self.model, kv_dtype=self.kv_dtype), tuple(self.model.config.eos_token_ids)
         seq, logits = paged.prefill(prompt, chunk=64)
         logits, out = logits[-1:], list[SampledToken]()
         while True:
@@ -42,5 +43,5 @@ class Alone:
             logits = paged.step([(seq, 1)])
 
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        _, logits = PagedModel(self.model).prefill(prompt, chunk=50)
+        _, logits = PagedModel(self.model, kv_dtype=self.kv_dtype).prefill(prompt, chunk=50)
         return token_logprobs(logits[:-1], prompt[1:], num_top)

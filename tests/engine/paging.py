@@ -22,13 +22,20 @@ class PagedSequence:
 
 
 class PagedModel:
-    """A model and a pool of NaN whose blocks are handed out in random order."""
+    """A model and a pool of NaN whose blocks are handed out in random order; in the model's dtype by default."""
 
-    def __init__(self, model: LlamaModel, num_blocks: int = 200, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        num_blocks: int = 200,
+        block_size: int = 16,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         config = model.config
         dims = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.model, self.block_size = model, block_size
-        self.kv_cache = torch.full(dims, torch.nan, dtype=model.dtype)
+        self.kv_cache = torch.full(dims, torch.nan, dtype=kv_dtype or model.dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self._free: list[int] = order.tolist()
 

@@ -16,9 +16,9 @@ from tests.kernels.rows import threads
 from tests.tiny_model import write_tiny_model
 
 
-def decoded(model: LlamaModel, seed: int) -> torch.Tensor:
+def decoded(model: LlamaModel, seed: int, kv_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Logits of steps whose sequences come and go: 1, then 2 and 3, a chunk among them, then 1 again, past a block."""
-    paged = PagedModel(model, seed=seed, block_size=8)
+    paged = PagedModel(model, seed=seed, block_size=8, kv_dtype=kv_dtype)
     seqs = [PagedSequence(prompt(length, seed=length)) for length in (5, 13, 30)]
     for seq in seqs:
         paged.step([(seq, len(seq.token_ids))])
@@ -33,19 +33,28 @@ def decoded(model: LlamaModel, seed: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "kv_dtype"),
+    [
+        ("LlamaForCausalLM", torch.float32),
+        ("LlamaForCausalLM", torch.bfloat16),
+        ("Qwen2ForCausalLM", torch.float32),
+        ("Qwen3ForCausalLM", torch.float32),
+        ("Qwen3ForCausalLM", torch.float16),
+    ],
+)
 def test_replayed_steps_have_the_bits_of_the_others(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, kv_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(write_tiny_model(tmp_path, architecture=architecture), torch.float32, weight_format="int8")
     monkeypatch.setattr(decode_replays, "MAX_ROWS", 0)
-    expected = decoded(model, seed=1)
+    expected = decoded(model, 1, kv_dtype)
     assert model._decode_replays._found == {}
     monkeypatch.undo()
     for count in (1, 2):
         with threads(count):
             for seed in (1, 2):  # two pools
-                assert torch.equal(decoded(model, seed), expected), f"{count} threads, pool {seed}"
+                assert torch.equal(decoded(model, seed, kv_dtype), expected), f"{count} threads, pool {seed}"
     found = model._decode_replays._found
     assert {rows for rows, _ in found} == {1, 2, 3}
     has_bias = architecture == "Qwen2ForCausalLM"  # which torch adds: not recorded

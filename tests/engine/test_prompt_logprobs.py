@@ -33,10 +33,12 @@ def model(tiny_model: Path) -> LlamaModel:
     return load_model(tiny_model, torch.float32)
 
 
-def make_engine(model: LlamaModel, num_blocks: int, budget: int) -> tuple[Engine, list[StepReport]]:
+def make_engine(
+    model: LlamaModel, num_blocks: int, budget: int, kv_dtype: torch.dtype = torch.float32
+) -> tuple[Engine, list[StepReport]]:
     config, reports = model.config, list[StepReport]()
     dims = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
-    runner = TorchRunner(model, torch.full(dims, torch.nan), (2,))
+    runner = TorchRunner(model, torch.full(dims, torch.nan, dtype=kv_dtype), (2,))
     scheduler = Scheduler(BlockPool(num_blocks), SchedulerLimits(8, budget, 10))
     return Engine(runner, scheduler, (2,), 2048, reports.append), reports
 

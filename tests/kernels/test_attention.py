@@ -31,16 +31,17 @@ SHAPES = [
     Shape(5, 1, 63, 48),
     Shape(8, 1, 128, 128),
 ]
+KV_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER = 1
 
 
 class Pool:
     """A pool of NaN whose blocks are handed out in random order, and plain copies of what was written."""
 
-    def __init__(self, shape: Shape, num_slots: int, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, num_slots: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         num_blocks = -(-num_slots // shape.block_size)
         dims = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        self.shape, self.kv_cache = shape, torch.full(dims, torch.nan)
+        self.shape, self.kv_cache = shape, torch.full(dims, torch.nan, dtype=dtype)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def add(self, num_tokens: int, seed: int) -> Sequence_:
@@ -101,12 +102,17 @@ def test_attention_over_scattered_blocks_equals_dense_attention(shape: Shape) ->
         torch.testing.assert_close(got, dense_attention(seq)[start:stop].float(), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernel_agrees_with_the_reference_around_every_tile_edge(shape: Shape) -> None:
-    pool = Pool(shape, 1600)
+def around_every_tile_edge(pool: Pool) -> list[Part]:
     seqs = [pool.add(n, 10 * i) for i, n in enumerate((1, 2, 63, 64, 65, 130, 333))]
     parts: list[Part] = [(seq, len(seq.key) - 1, len(seq.key)) for seq in seqs]
-    parts += [(seqs[-1], 20, 333), (seqs[3], 0, 64), (seqs[4], 62, 65)]
+    return [*parts, (seqs[-1], 20, 333), (seqs[3], 0, 64), (seqs[4], 62, 65)]
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_agrees_with_the_reference_around_every_tile_edge(shape: Shape, dtype: torch.dtype) -> None:
+    pool = Pool(shape, 1600, dtype=dtype)
+    parts = around_every_tile_edge(pool)
     query, tables, starts, context_lens = arguments(parts)
     expected = reference.paged_attention(query, pool.kv_cache, LAYER, tables, starts, context_lens, 0.3)
     plan = ops.plan_attention(pool.kv_cache, tables, starts, context_lens)
@@ -137,6 +143,17 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_over_16_bits_has_the_bits_of_float32_over_the_same_numbers(shape: Shape, dtype: torch.dtype) -> None:
+    pool = Pool(shape, 1600, dtype=dtype)
+    parts = around_every_tile_edge(pool)
+    narrow, pool.kv_cache = attend(pool, parts), pool.kv_cache.float()
+    for part, got, expected in zip(parts, narrow, attend(pool, parts), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, expected), f"positions {part[1]} to {part[2]} of {len(part[0].key)}"
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 33])
 def test_a_decode_has_the_same_bits_alone_and_in_a_batch(shape: Shape, num_seqs: int) -> None:
@@ -150,10 +167,11 @@ def test_a_decode_has_the_same_bits_alone_and_in_a_batch(shape: Shape, num_seqs:
                 assert torch.equal(attend(pool, [part])[0], got), f"{count} threads"
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 65, 100])
-def test_a_prompt_has_the_same_bits_in_any_chunks(shape: Shape, chunk: int) -> None:
-    pool = Pool(shape, 1000)
+def test_a_prompt_has_the_same_bits_in_any_chunks(shape: Shape, chunk: int, dtype: torch.dtype) -> None:
+    pool = Pool(shape, 1000, dtype=dtype)
     seq, other = pool.add(330, 10), pool.add(90, 20)
     whole = attend(pool, [(seq, 0, 330)])[0]
     starts = list(range(0, 330, chunk))
@@ -174,7 +192,7 @@ def test_infinite_garbage_in_other_slots_does_not_leak() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", KV_DTYPES[1:])
 def test_a_half_precision_pool_is_attended_in_float32(dtype: torch.dtype) -> None:
     pool = Pool(SHAPES[0], 400)
     seq = pool.add(150, 1)

@@ -143,6 +143,25 @@ def test_numerics_id_does_not_depend_on_threads() -> None:
     assert "float32" in ids.pop()
 
 
+def test_each_kv_dtype_has_a_numerics_id_of_its_own() -> None:
+    cpu, dtypes = torch.device("cpu"), (torch.float32, torch.bfloat16, torch.float16)
+    plain, *narrow = (ops.numerics_id(cpu, torch.float32, kv_dtype=dtype) for dtype in dtypes)
+    assert plain == ops.numerics_id(cpu, torch.float32)
+    digests = {found.rpartition("-")[2] for found in (plain, *narrow)}
+    assert len(digests) == 3
+    assert ["-kvbfloat16-" in narrow[0], "-kvfloat16-" in narrow[1], "-kv" in plain] == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_are_copied_one_after_the_other_whatever_is_in_them(dtype: torch.dtype) -> None:
+    pool = randn(5, 2, 2, 1, 3, 7).to(dtype)
+    pool[1, 0, 0, 0, 1] = torch.nan
+    expected = pool.clone()
+    expected[4], expected[0] = pool[1], pool[1]
+    ops.copy_blocks(pool, [1, 4], [4, 0])
+    torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("width", [63, 512, 49152])
 def test_log_softmax_and_softmax_are_invariant(width: int) -> None:
     """torch's own ops that the sampler relies on."""

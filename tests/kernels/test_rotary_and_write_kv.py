@@ -9,6 +9,7 @@ import torch
 
 from kvferry.kernels import ops, reference
 from tests.kernels.rows import ROW_COUNTS, randn, threads
+from tests.kernels.test_attention import KV_DTYPES
 
 LAYER = 1
 
@@ -32,11 +33,12 @@ class Case:
     kv_cache: torch.Tensor  # all NaN
 
 
-def case(shape: Shape, num_tokens: int) -> Case:
+def case(shape: Shape, num_tokens: int, dtype: torch.dtype = torch.float32) -> Case:
     angle = randn(num_tokens, shape.head_dim // 2, seed=1).double()
     num_blocks = -(-num_tokens // shape.block_size) + 2
     slots = torch.randperm(num_blocks * shape.block_size, generator=torch.Generator().manual_seed(2))[:num_tokens]
-    kv_cache = torch.full((num_blocks, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan)
+    dims = num_blocks, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim
+    kv_cache = torch.full(dims, torch.nan, dtype=dtype)
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return Case(randn(num_tokens, width), torch.cat((angle.cos(), angle.sin()), 1).float(), slots, kv_cache)
 
@@ -47,10 +49,11 @@ def written(kv_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return kv_cache[slots // block_size, LAYER, :, :, slots % block_size]
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
-def test_it_has_the_bits_of_the_plain_ops(shape: Shape, count: int) -> None:
-    given, plain = case(shape, 300), case(shape, 300)
+def test_it_has_the_bits_of_the_plain_ops(shape: Shape, count: int, dtype: torch.dtype) -> None:
+    given, plain = case(shape, 300, dtype), case(shape, 300, dtype)
     expected = reference.rotary_and_write_kv(
         plain.qkv, plain.cos_sin, plain.kv_cache, LAYER, plain.slots, None, None, 0.0
     )
@@ -79,15 +82,31 @@ def test_queries_and_keys_are_normalised_first(shape: Shape) -> None:
     torch.testing.assert_close(given.kv_cache, plain.kv_cache, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES[1:])
+def test_every_kind_of_number_is_rounded_to_the_nearest_even(dtype: torch.dtype) -> None:
+    """Signs, subnormals, infinities, NaN, ties to either side and what lies beside them, by values, which stay."""
+    low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = torch.arange(-(2**15), 2**15)[:, None] * 2**16 + low
+    numbers = bits.to(torch.int32).view(-1).view(torch.float32).view(-1, 128)
+    given = case(Shape(1, 1, 128, 16), len(numbers), dtype)
+    given.qkv[:, 256:] = numbers
+    ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots)
+    got, expected = written(given.kv_cache, given.slots)[:, 1, 0], numbers.to(dtype)
+    assert torch.equal(got.isnan(), numbers.isnan())
+    kept = ~got.isnan()
+    assert torch.equal(got.view(torch.int16)[kept], expected.view(torch.int16)[kept])
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_same_bits_in_any_company(shape: Shape) -> None:
+def test_a_row_has_the_same_bits_in_any_company(shape: Shape, dtype: torch.dtype) -> None:
     norms = randn(shape.head_dim, seed=3), randn(shape.head_dim, seed=4)
-    whole = case(shape, 40)
+    whole = case(shape, 40, dtype)
     query = ops.rotary_and_write_kv(whole.qkv, whole.cos_sin, whole.kv_cache, LAYER, whole.slots, *norms, 1e-5)
     for count in (1, 2):
         for rows in ROW_COUNTS:
             for start in (0, 5):
-                part, span = case(shape, 40), slice(start, start + rows)
+                part, span = case(shape, 40, dtype), slice(start, start + rows)
                 with threads(count):
                     got = ops.rotary_and_write_kv(
                         part.qkv[span], part.cos_sin[span], part.kv_cache, LAYER, part.slots[span], *norms, 1e-5
@@ -102,5 +121,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ops.rotary_and_write_kv(given.qkv[:, :-1], given.cos_sin, given.kv_cache, LAYER, given.slots)
     with pytest.raises(ValueError, match="3 slots"):
         ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots[:3])
+    pool = given.kv_cache.bfloat16().transpose(3, 4)[:, :, :, :3]
+    with pytest.raises(ValueError, match=r"must be contiguous and of torch\.bfloat16"):
+        ops.rotary_and_write_kv(given.qkv, given.cos_sin, pool, LAYER, given.slots)
     with pytest.raises(ValueError, match=r"must be contiguous and of torch\.int64"):
         ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots.int())

@@ -14,6 +14,7 @@ from kvferry.common.nodes import Role
 from kvferry.kernels.cpu.narrow import NarrowLinear
 from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.node.engine_factory import GPU_WORKSPACE_BYTES, build_engine, gpu_kv_cache_bytes
+from kvferry.services.node.metrics import cache_config_info
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 
 
@@ -54,6 +55,41 @@ def test_nodes_that_keep_weights_differently_share_no_blocks(tiny_model: Path) -
     with pytest.raises(LayoutMismatch, match="peer has weights 'int8', this node has 'bfloat16'"):
         cards[1].check_compatible(cards[2], "peer")
     assert card_from_pb(card_to_pb(cards[2])) == cards[2]
+
+
+def test_nodes_that_keep_kv_differently_share_no_blocks(tiny_model: Path) -> None:
+    built = []
+    for kv_cache_dtype in ("auto", "float32", "bfloat16", "float16"):
+        config = Config(
+            cluster=ClusterConfig(model=str(tiny_model)),
+            engine=EngineConfig.model_validate(
+                {"device": "cpu", "num_threads": 1, "kv_cache_memory": 2**20, "kv_cache_dtype": kv_cache_dtype}
+            ),
+            node=NodeConfig(transports=("grpc",)),
+        )
+        built.append(build_engine(config, Role.BOTH, "none", lambda report: None))
+    auto, wide, *narrow = (one.card for one in built)
+    assert auto == wide
+    assert [card.dtype for card in (wide, *narrow)] == ["float32", "bfloat16", "float16"]
+    assert [wide.block_bytes // card.block_bytes for card in narrow] == [2, 2]
+    num_blocks = [one.engine.pool.num_blocks for one in built]
+    assert num_blocks[2:] == [2 * num_blocks[0]] * 2
+    for one in built:
+        assert isinstance(one.engine.runner, TorchRunner)
+        pool = one.engine.runner.kv_cache
+        assert (str(pool.dtype), pool.nbytes) == (f"torch.{one.card.dtype}", one.segment.buffer.nbytes)
+    assert len({root_name(card.model_fingerprint, card.numerics_id) for card in (wide, *narrow)}) == 3
+    with pytest.raises(LayoutMismatch, match="peer has kv_cache_dtype 'bfloat16', this node has 'float32'"):
+        wide.check_compatible(narrow[0], "peer")
+    cache = cache_config_info(EngineConfig(), narrow[0], num_blocks[2])
+    assert (cache["cache_dtype"], cache["block_bytes"]) == ("bfloat16", str(wide.block_bytes // 2))
+
+
+def test_16_bit_kv_is_refused_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(kv_cache_dtype="float16"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype float16: .* on CPU only, and this node computes on cuda"):
+        build_engine(config, Role.BOTH, "none", lambda report: None)
 
 
 def test_narrow_weights_are_refused_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

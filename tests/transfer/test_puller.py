@@ -263,7 +263,7 @@ def test_a_reader_refuses_an_owner_that_did_not_look(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(
                 LayoutCard, "check_compatible", lambda s, o, who: None if "reader" in who else check(s, o, who)
             )
-            with pytest.raises(LayoutMismatch, match=r"node .* has dtype 'bfloat16', this node has 'float32'"):
+            with pytest.raises(LayoutMismatch, match=r"node .* has kv_cache_dtype 'bfloat16', this node has 'float32'"):
                 await own.connect(peer_node.address, peer_node.instance_id)
 
     asyncio.run(body())

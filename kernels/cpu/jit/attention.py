@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from kvferry.kernels.cpu.jit.constants import KV_TILE
+from kvferry.kernels.cpu.jit.constants import FLOAT32, KV_TILE
+from kvferry.kernels.cpu.jit.kv import LINE, size_of, widen, write_columns
 from kvferry.kernels.cpu.jit.matmul import CACHE_LINE, multiply_tile
 from kvferry.kernels.cpu.jit.simd import (
     F32,
@@ -30,13 +31,11 @@ from kvferry.kernels.cpu.jit.simd import (
     sub,
     sum_lanes,
     take_next,
-    transpose_8x8,
 )
 
 ITEM_INTS = 4
 """A work item: first query row, number of tokens, context length, address of the block table."""
 
-_LINE = KV_TILE * F32
 _exp8, _exp1 = exp_of(8), exp_of(1)
 
 
@@ -58,13 +57,14 @@ def _attend(args, item, kv_head, scratch):
     group, head_dim = num_heads // load_int(args + 80), load_int(args + 96)
     first_row, num_tokens, context_len = load_int(item), load_int(item + 8), load_int(item + 16)
     num_rows, row_bytes = num_tokens * group, head_dim * F32
-    pool = _pool(args, kv_head, load_int(item + 24))
+    kind = load_int(args + 136)
+    pool = _pool(args, kv_head, load_int(item + 24), head_dim * size_of(kind))
     # Scratch: transposed keys, queries, results, weights; per row 8 partial sums of weights and the highest score.
     keys = scratch
-    queries = keys + head_dim * _LINE
+    queries = keys + head_dim * LINE
     results = queries + num_rows * row_bytes
     weights = results + num_rows * row_bytes
-    sums = weights + num_rows * _LINE
+    sums = weights + num_rows * LINE
     highest = sums + num_rows * 8 * F32
     for row in range(num_rows):
         source = query + (first_row + row // group) * query_stride + (kv_head * group + row % group) * row_bytes
@@ -76,23 +76,23 @@ def _attend(args, item, kv_head, scratch):
     for start in range(0, num_keys, KV_TILE):
         count = min(KV_TILE, num_keys - start)
         done = max(0, start - context_len) * group  # rows whose own position lies before this tile
-        rows, seeing, tile = num_rows - done, queries + done * row_bytes, weights + done * _LINE
-        _transpose_keys(pool, value_bytes, head_dim, start, count, keys)
-        multiply_tile(seeing, row_bytes, rows, keys, _LINE, KV_TILE, tile, _LINE, head_dim, True, keys)
+        rows, seeing, tile = num_rows - done, queries + done * row_bytes, weights + done * LINE
+        _transpose_keys(pool, value_bytes, head_dim, start, count, keys, kind)
+        multiply_tile(seeing, row_bytes, rows, keys, LINE, KV_TILE, tile, LINE, head_dim, True, keys)
         for row in range(done, num_rows):
             visible = min(KV_TILE, context_len + row // group + 1 - start)
             total, result = sums + row * 8 * F32, results + row * row_bytes
-            _soften(weights + row * _LINE, visible, highest + row * F32, total, result, head_dim)
-        _add_values(pool, value_bytes, head_dim, start, num_keys, tile, rows, results + done * row_bytes)
+            _soften(weights + row * LINE, visible, highest + row * F32, total, result, head_dim)
+        _add_values(pool, value_bytes, head_dim, start, num_keys, tile, rows, results + done * row_bytes, keys, kind)
     for row in range(num_rows):
         target = out + ((first_row + row // group) * num_heads + kv_head * group + row % group) * row_bytes
         _finish(results + row * row_bytes, target, head_dim, sum_lanes(load(sums + row * 8 * F32, 8)))
 
 
 @inlined
-def _pool(args, kv_head, table):
+def _pool(args, kv_head, table, row_bytes):
     """Where the keys of one sequence and head lie: address, bytes per block, slots per block, table, bytes per slot."""
-    block_size, row_bytes = load_int(args + 88), load_int(args + 96) * F32
+    block_size = load_int(args + 88)
     return load_int(args + 40) + kv_head * block_size * row_bytes, load_int(args + 48), block_size, table, row_bytes
 
 
@@ -117,40 +117,33 @@ def _fetch(address, size):
 
 
 @inlined
-def _transpose_keys(pool, value_bytes, head_dim, start, count, keys):
+def _transpose_keys(pool, value_bytes, head_dim, start, count, keys, kind):
     """Keys `[start, start + count)` -> columns of `keys` [head_dim, KV_TILE]; the other columns keep what they held."""
-    row_bytes = head_dim * F32
     at = 0
     while at < count:
         run, source = _run(pool, start + at, start + count), _slot(pool, start + at)
-        _fetch(source + value_bytes, run * row_bytes)
-        stop = at + run
-        while at < stop:
-            step = 8 if at + 8 <= stop else 1
-            dim = 0
-            while step == 8 and dim + 8 <= head_dim:
-                transpose_8x8(source + dim * F32, row_bytes, keys + dim * _LINE + at * F32, _LINE)
-                dim += 8
-            while dim < head_dim:
-                for i in range(step):
-                    store_float(keys + dim * _LINE + (at + i) * F32, load_float(source + i * row_bytes + dim * F32))
-                dim += 1
-            at += step
-            source += step * row_bytes
+        _fetch(source + value_bytes, run * pool[4])
+        write_columns(source, run, head_dim, keys + at * F32, kind)
+        at += run
 
 
 @inlined
-def _add_values(pool, value_bytes, head_dim, start, num_keys, weights, rows, results):
-    """Adds the tile's weighted values, one block after the other."""
+def _add_values(pool, value_bytes, head_dim, start, num_keys, weights, rows, results, wide, kind):
+    """Adds the tile's weighted values, one block after the other; narrow ones through `wide` [KV_TILE, head_dim]."""
     row_bytes = head_dim * F32
     at, stop = start, min(start + KV_TILE, num_keys)
     while at < stop:
         run, values = _run(pool, at, stop), _slot(pool, at) + value_bytes
         if at + KV_TILE < num_keys:
-            _fetch(_slot(pool, at + KV_TILE), _run(pool, at + KV_TILE, num_keys) * row_bytes)
-        tile = weights + (at - start) * F32
-        multiply_tile(tile, _LINE, rows, values, row_bytes, head_dim, results, row_bytes, run, False, values)
+            _fetch(_slot(pool, at + KV_TILE), _run(pool, at + KV_TILE, num_keys) * pool[4])
+        if kind == FLOAT32:
+            tile = weights + (at - start) * F32
+            multiply_tile(tile, LINE, rows, values, row_bytes, head_dim, results, row_bytes, run, False, values)
+        else:
+            widen(values, wide + (at - start) * row_bytes, run * head_dim, kind)
         at += run
+    if kind != FLOAT32:
+        multiply_tile(weights, LINE, rows, wide, row_bytes, head_dim, results, row_bytes, stop - start, False, wide)
 
 
 @inlined

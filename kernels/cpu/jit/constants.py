@@ -6,5 +6,5 @@ KV_TILE = 64
 COLUMNS, WIDTH_MULTIPLE = 64, 16
 """How oneDNN packs weights: [ceil(out / COLUMNS), width padded to a multiple of WIDTH_MULTIPLE, COLUMNS]."""
 
-INT8, BFLOAT16, FLOAT16 = 0, 1, 2
-"""How the weights of a narrow dense layer are kept."""
+INT8, BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2, 3
+"""How numbers are kept: weights of a narrow dense layer in the first three ways, keys and values in the last three."""

@@ -5,7 +5,7 @@ Each piece of work is a run of rows. The order of a sum over a row is fixed by i
 
 from __future__ import annotations
 
-from kvferry.kernels.cpu.jit.matmul import copy
+from kvferry.kernels.cpu.jit.kv import put, size_of
 from kvferry.kernels.cpu.jit.simd import (
     F32,
     add,
@@ -103,7 +103,7 @@ def silu_and_mul(args):
 
 
 @inlined
-def _rotate(x, angles, half, out):
+def _rotate(x, angles, half):
     """Pairs `(x[i], x[half + i])`; `angles` holds cosines, then sines. Products and sums round one by one."""
     size = half * F32
     at = 0
@@ -111,20 +111,20 @@ def _rotate(x, angles, half, out):
         here = at * F32
         cos, sin = load(angles + here, 8), load(angles + size + here, 8)
         a, b = load(x + here, 8), load(x + size + here, 8)
-        store(out + here, sub(mul(a, cos), mul(b, sin)))
-        store(out + size + here, add(mul(b, cos), mul(a, sin)))
+        store(x + here, sub(mul(a, cos), mul(b, sin)))
+        store(x + size + here, add(mul(b, cos), mul(a, sin)))
         at += 8
     while at < half:
         here = at * F32
         cos1, sin1 = load(angles + here, 1), load(angles + size + here, 1)
         a1, b1 = load(x + here, 1), load(x + size + here, 1)
-        store(out + here, sub(mul(a1, cos1), mul(b1, sin1)))
-        store(out + size + here, add(mul(b1, cos1), mul(a1, sin1)))
+        store(x + here, sub(mul(a1, cos1), mul(b1, sin1)))
+        store(x + size + here, add(mul(b1, cos1), mul(a1, sin1)))
         at += 1
 
 
 def rotary_and_write_kv(args):
-    """Rotates queries in place, and keys on their way into the pool; copies values there."""
+    """Rotates queries and keys in place; puts keys and values into the pool."""
     rows = load_int(args + 104)
     first = take_next(args) * ROWS
     while first < rows:
@@ -137,23 +137,18 @@ def rotary_and_write_kv(args):
 def _write_row(args, row):
     num_heads, num_kv_heads, head_dim = load_int(args + 64), load_int(args + 72), load_int(args + 80)
     block_size, block_bytes = load_int(args + 88), load_int(args + 96)
-    q_norm, k_norm, eps = load_int(args + 48), load_int(args + 56), load_float(args + 112)
-    head_bytes = head_dim * F32
+    q_norm, k_norm, eps, kind = load_int(args + 48), load_int(args + 56), load_float(args + 112), load_int(args + 120)
+    head_bytes, slot_bytes = head_dim * F32, head_dim * size_of(kind)
     x = load_int(args + 16) + row * (num_heads + 2 * num_kv_heads) * head_bytes
     angles = load_int(args + 24) + row * head_bytes
-    slot = load_int(load_int(args + 32) + row * 8)
-    target = load_int(args + 40) + slot // block_size * block_bytes + slot % block_size * head_bytes
     for head in range(num_heads + num_kv_heads):
-        is_query = head < num_heads
-        out, norm = x, q_norm
-        if not is_query:
-            out, norm = target + (head - num_heads) * block_size * head_bytes, k_norm
+        norm = q_norm if head < num_heads else k_norm
+        at = x + head * head_bytes
         if norm != 0:
-            _normalise(x, norm, x, head_dim, eps)
-        _rotate(x, angles, head_dim // 2, out)
-        x += head_bytes
-    target += num_kv_heads * block_size * head_bytes
-    for _ in range(num_kv_heads):
-        copy(x, target, head_bytes // F32)
-        x += head_bytes
-        target += block_size * head_bytes
+            _normalise(at, norm, at, head_dim, eps)
+        _rotate(at, angles, head_dim // 2)
+    slot = load_int(load_int(args + 32) + row * 8)
+    target = load_int(args + 40) + slot // block_size * block_bytes + slot % block_size * slot_bytes
+    x += num_heads * head_bytes
+    for head in range(2 * num_kv_heads):  # of keys, then of values: so they lie in both places
+        put(x + head * head_bytes, target + head * block_size * slot_bytes, head_dim, kind)

@@ -178,31 +178,34 @@ sum_lanes = _folded(lambda builder, a, b: builder.fadd(a, b))
 max_lanes = _folded(_greater)
 
 
-@intrinsic
-def transpose_8x8(typing_context: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
-    """Row i of `source` becomes column i of `target`; strides are bytes between rows."""
+def transposed_8x8(kind: ir.Type, size: int, widen: Callable[..., ir.Value]) -> Any:
+    """Row i of `source`, numbers of `size` bytes, becomes column i of `target`; strides are bytes between rows."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        eight = ir.VectorType(_FLOAT, 8)
+    def typed(typing_context: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def row(base: ir.Value, stride: ir.Value, i: int, of: ir.Type) -> ir.Value:
+                return _pointer(builder, builder.add(base, builder.mul(stride, _I64(i))), ir.VectorType(of, 8))
 
-        def row(base: ir.Value, stride: ir.Value, i: int) -> ir.Value:
-            return _pointer(builder, builder.add(base, builder.mul(stride, _I64(i))), eight)
+            def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+                return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 8), lanes))
 
-        def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-            return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 8), lanes))
+            r = [widen(builder, builder.load(row(args[0], args[1], i, kind), align=size), 8) for i in range(8)]
+            low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+            pairs = [shuffle(r[i], r[i + 1], lanes) for i in (0, 2, 4, 6) for lanes in (low, high)]
+            low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+            fours = [shuffle(pairs[i], pairs[i + 2], lanes) for i in (0, 1, 4, 5) for lanes in (low, high)]
+            low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+            columns = [shuffle(fours[i], fours[i + 4], lanes) for lanes in (low, high) for i in range(4)]
+            for i, column in enumerate(columns):
+                builder.store(column, row(args[2], args[3], i, _FLOAT), align=F32)
+            return context.get_dummy_value()
 
-        r = [builder.load(row(args[0], args[1], i), align=F32) for i in range(8)]
-        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-        pairs = [shuffle(r[i], r[i + 1], lanes) for i in (0, 2, 4, 6) for lanes in (low, high)]
-        low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-        fours = [shuffle(pairs[i], pairs[i + 2], lanes) for i in (0, 1, 4, 5) for lanes in (low, high)]
-        low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-        columns = [shuffle(fours[i], fours[i + 4], lanes) for lanes in (low, high) for i in range(4)]
-        for i, column in enumerate(columns):
-            builder.store(column, row(args[2], args[3], i), align=F32)
-        return context.get_dummy_value()
+        return types.void(*[types.intp] * 4), generate
 
-    return types.void(*[types.intp] * 4), generate
+    return intrinsic(typed)
+
+
+transpose_8x8 = transposed_8x8(_FLOAT, F32, lambda builder, row, width: row)
 
 
 def _scalar_load(kind: ir.Type, result: Any, align: int) -> Any:

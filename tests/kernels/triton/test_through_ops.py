@@ -26,6 +26,7 @@ def on_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     if device.type == "cpu":
         monkeypatch.setattr(ops, "_is_on_gpu", lambda *_: True)
         monkeypatch.setattr(ops, "_is_compiled", lambda _: False)
+        monkeypatch.setattr(ops, "_is_compiled_pool", lambda _: False)
     for name in ("paged_attention", "rms_norm", "silu_and_mul", "rotary_and_write_kv", "filter_tokens", "draw_tokens"):
         monkeypatch.delattr(reference, name)  # it must not be the reference that serves
     for name in ("gather_blocks", "scatter_blocks"):
