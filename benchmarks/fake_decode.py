@@ -3,7 +3,7 @@
     python -m benchmarks.fake_decode REDIS_URL
 
 Each answer repeats its prompt. Steps begin `--step-ms` apart, and one that is late is followed by the next at once. On
-SIGTERM it prints, as JSON, when it sent each step (seconds of the monotonic clock) and each request's first step.
+SIGTERM it prints, as JSON, when it sent each token of each request (seconds of the monotonic clock).
 """
 
 from __future__ import annotations
@@ -29,27 +29,44 @@ INSTANCE = "fake"
 CARD = LayoutCard("fake", "fake", "float32", 16, 2, 2, 8, "bench")
 
 
+class Pace:
+    """When steps begin."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._due_s = 0.0
+
+    async def wait(self) -> None:
+        self._due_s = max(self._due_s + self._step_s, time.monotonic() - self._step_s)
+        await asyncio.sleep(self._due_s - time.monotonic())
+
+
 class _Running:
-    __slots__ = ("at", "left", "prompt", "request_id")
+    __slots__ = ("at", "left", "number", "prompt", "request_id")
 
     def __init__(self, submit: pb.Submit) -> None:
         self.request_id = submit.request_id
+        self.number = submit.number
         self.prompt = tuple(submit.prompt_token_ids)
         self.left = submit.sampling.max_tokens
         self.at = 0
 
-    def next(self) -> pb.Output:
+    def next(self, step: pb.StepOutputs) -> None:
+        """In full like a real node's: the first token, the last one, and all for a gateway that gave no number."""
         token_id = self.prompt[self.at % len(self.prompt)]
+        if self.number and self.at and self.left > 1:
+            step.numbers.append(self.number)
+            step.token_ids.append(token_id)
+        else:
+            reason = "" if self.left > 1 else "length"
+            step.outputs.append(pb.Output(request_id=self.request_id, token_ids=(token_id,), finish_reason=reason))
         self.at, self.left = self.at + 1, self.left - 1
-        reason = "" if self.left else "length"
-        return pb.Output(request_id=self.request_id, token_ids=(token_id,), finish_reason=reason)
 
 
 class FakeDecode(pb_grpc.DecodeServicer):
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
-        self.sent_at: list[float] = []
-        self.first_step: dict[str, int] = {}
+        self.sent_at: dict[str, list[float]] = {}
 
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[pb.SessionRequest], context: Any
@@ -61,6 +78,7 @@ class FakeDecode(pb_grpc.DecodeServicer):
             async for message in requests:
                 if message.WhichOneof("message") == "submit":
                     running[message.submit.request_id] = _Running(message.submit)
+                    self.sent_at[message.submit.request_id] = []
                     come.set()
                 else:
                     running.pop(message.cancel.request_id, None)
@@ -68,21 +86,21 @@ class FakeDecode(pb_grpc.DecodeServicer):
         reader = asyncio.create_task(read())
         try:
             yield pb.SessionReply(welcome=pb.Welcome(instance_id=INSTANCE))
-            due_s = 0.0
+            pace = Pace(self.step_s)
             while True:
                 await come.wait()
-                due_s = max(due_s + self.step_s, time.monotonic() - self.step_s)
-                await asyncio.sleep(due_s - time.monotonic())
-                for request_id, request in running.items():
-                    if not request.at:
-                        self.first_step[request_id] = len(self.sent_at)
-                outputs = [request.next() for request in running.values()]
+                await pace.wait()
+                step = pb.StepOutputs()
+                for request in running.values():
+                    request.next(step)
+                now = time.monotonic()
+                for request_id in running:
+                    self.sent_at[request_id].append(now)
                 for request_id in [name for name, request in running.items() if not request.left]:
                     del running[request_id]
                 if not running:
                     come.clear()
-                self.sent_at.append(time.monotonic())
-                yield pb.SessionReply(outputs=pb.StepOutputs(outputs=outputs))
+                yield pb.SessionReply(outputs=step)
         finally:
             reader.cancel()
 
@@ -99,7 +117,7 @@ async def run(redis_url: str, step_s: float) -> None:
     index = open_index(redis_url, timeout_s=10)
     await index.announce(NodeRecord(INSTANCE, "d0", Role.BOTH, address, "bench", CARD, 2**20), 3600)
     await stopped.wait()
-    print(json.dumps({"sent_at": node.sent_at, "first_step": node.first_step}), flush=True)
+    print(json.dumps(node.sent_at), flush=True)
     await index.aclose()
     await server.stop(0.0)
 

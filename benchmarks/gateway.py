@@ -1,26 +1,29 @@
 """What a gateway process adds to each token, and how many it can stream: before a decode node that computes nothing.
 
-    python -m benchmarks gateway [--streams 50] [--rates 5000,10000,20000] [--compare SRC]
+    python -m benchmarks gateway [--streams 50] [--rates 5000,10000,20000] [--runs 1] [--compare SRC] [--peers VENV]
 
 One core for the gateway, another one for the node and the clients. Each token is one server-sent event; a gateway that
 falls behind puts several into one, which *events* shows. *Added* is from the node's sending a step to the client's
 having read the token. No figure before every stream's text is right. `--compare`: another checkout's `src`, whose
-gateway is measured in turns with this one.
+gateway is measured in turns with this one. `--peers`: a virtual environment with other routers, which get the same
+tokens as server-sent events from a node that speaks HTTP (`benchmarks.fake_http`): they pass on what our gateway makes.
+With several runs, medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -28,6 +31,7 @@ from typing import cast
 import psutil
 import uvloop
 
+from benchmarks.gateway_servers import Server, peers
 from benchmarks.index import server as redis_server
 from benchmarks.load import quantile
 from kvferry.common.models import resolve_model
@@ -61,13 +65,15 @@ class Stream(asyncio.Protocol):
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(self.body)}\r\n\r\n"
-        self._transport = cast(asyncio.Transport, transport)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(self.body)}\r\n\r\n"
+        self._transport, self._end = cast(asyncio.Transport, transport), b""
         self._transport.write(head.encode() + self.body)
 
     def data_received(self, data: bytes) -> None:
         self.chunks.append((time.monotonic(), data))
-        if data.endswith(b"0\r\n\r\n"):
+        self._end = (self._end + data[-5:])[-5:]
+        if self._end == b"0\r\n\r\n" or not self.chunks[0][1].startswith(b"HTTP/1.1 200"):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,23 +83,43 @@ class Stream(asyncio.Protocol):
     def events(self) -> list[tuple[float, str, str]]:
         """When each came, the response's id, and its text. Raises on anything but a complete answer."""
         found: list[tuple[float, str, str]] = []
-        rest = b""
-        for at_s, data in self.chunks:
+        if not self.chunks[0][1].startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"refused: {self.chunks[0][1][:500]!r}")
+        rest, is_whole = b"", False
+        for at_s, data in _bodies(self.chunks):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
                     found.append((at_s, event["id"], event["choices"][0]["text"]))
-        if not self.chunks[0][1].startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in self.chunks[-1][1]:
-            raise RuntimeError(f"not a complete answer: {self.chunks[0][1][:500]!r} … {self.chunks[-1][1][-200:]!r}")
+                is_whole |= line == b"data: [DONE]"
+        if not is_whole:
+            raise RuntimeError(f"not a complete answer: … {self.chunks[-1][1][-200:]!r}")
         return found
+
+
+def _bodies(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """What is in an answer's chunks, which may begin and end anywhere in events and in what is read at once."""
+    rest, in_header = b"", True
+    for at_s, data in pieces:
+        rest += data
+        if in_header:
+            head, end, rest = rest.partition(b"\r\n\r\n")
+            in_header = not end
+            rest = rest or (head if in_header else b"")
+        while not in_header and (at := rest.find(b"\r\n")) >= 0:
+            size = int(rest[:at], 16)
+            if len(rest) < at + size + 4:
+                break
+            yield at_s, rest[at + 2 : at + 2 + size]
+            rest = rest[at + size + 4 :]
 
 
 def _same(stream: Stream) -> Stream:
     return stream
 
 
-async def run_streams(port: int, prompts: list[list[int]], num_tokens: int) -> list[Stream]:
+async def run_streams(port: int, prompts: Sequence[list[int] | str], num_tokens: int) -> list[Stream]:
     loop, streams = asyncio.get_running_loop(), []
     for prompt in prompts:
         body = {"model": "bench", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
@@ -114,27 +140,37 @@ class Bench:
         )
         self._ids = [next(plain) for _ in range(2000)]
 
-    async def measure(self, name: str, source: str, num_streams: int, rate: int, seconds: float) -> Row:
+    async def measure(self, server: Server, num_streams: int, rate: int, seconds: float) -> Row:
         """Starts the node and the gateway, warms them up, and runs all streams at once."""
-        step_ms = 1000.0 * num_streams / rate
-        command = [sys.executable, "-m", "benchmarks.fake_decode", self._redis_url, "--step-ms", str(step_ms)]
-        with _started(OTHER_CORE, command) as node:
+        port, node_port, metrics_port = free_ports("127.0.0.1", 3)
+        node_command = server.node_command(self._redis_url, node_port, 1000.0 * num_streams / rate)
+        with _started(OTHER_CORE, node_command) as node:
             try:
-                (port,) = free_ports("127.0.0.1", 1)
-                with _started(GATEWAY_CORE, self._gateway(port), source) as gateway:
+                if server.peer:
+                    await _until_ready(node_port, "/health", node)
+                command = server.command(self._redis_url, self._folder, port, node_port, metrics_port)
+                with _started(GATEWAY_CORE, command, server.source) as gateway:
                     try:
-                        await _until_ready(port, gateway)
-                        row = await self._run(name, port, gateway.pid, node, num_streams, rate, seconds)
+                        await _until_ready(port, server.ready_path, gateway)
+                        return await self._run(server, port, gateway.pid, node, num_streams, rate, seconds)
                     finally:
                         gateway.kill()
             finally:
                 node.kill()
-        return row
 
     async def _run(
-        self, name: str, port: int, pid: int, node: subprocess.Popen[bytes], num_streams: int, rate: int, seconds: float
+        self,
+        server: Server,
+        port: int,
+        pid: int,
+        node: subprocess.Popen[bytes],
+        num_streams: int,
+        rate: int,
+        seconds: float,
     ) -> Row:
-        prompts = [self._ids[i : i + PROMPT_TOKENS] for i in range(num_streams)]
+        texts = [[self._tokenizer.token_text(i) for i in self._ids[k : k + PROMPT_TOKENS]] for k in range(num_streams)]
+        ids = [self._ids[i : i + PROMPT_TOKENS] for i in range(num_streams)]
+        prompts = [" ".join(words) for words in texts] if server.peer else ids
         num_tokens = max(round(rate * seconds / num_streams), 1)
         await run_streams(port, prompts, 20)
         process = psutil.Process(pid)
@@ -146,23 +182,19 @@ class Bench:
         cpu_s = after.user + after.system - before.user - before.system
         total = num_streams * num_tokens
         added, num_events = [], 0
-        for prompt, stream in zip(prompts, streams, strict=True):
+        for words, stream in zip(texts, streams, strict=True):
             events = [event for event in stream.events() if event[2]]
             num_events += len(events)
-            texts = [self._tokenizer.token_text(prompt[i % PROMPT_TOKENS]) for i in range(num_tokens)]
-            if "".join(text for *_, text in events) != "".join(texts):
+            expected = itertools.islice(itertools.cycle(words), num_tokens)
+            if "".join(text for *_, text in events) != "".join(expected):
                 raise RuntimeError("a stream's text is wrong")
             if len(events) == num_tokens:
-                first = sent["first_step"][f"{events[0][1]}-0"]
-                added += [1e3 * (at - sent["sent_at"][first + i]) for i, (at, *_) in enumerate(events)]
+                response_id = events[0][1]
+                sent_at = sent.get(response_id) or sent[f"{response_id}-0"]
+                added += [1e3 * (at - sent_s) for (at, *_), sent_s in zip(events, sent_at, strict=True)]
         added = added or [float("nan")]
         p50, p99 = statistics.median(added), quantile(added, 0.99)
-        return Row(name, rate, total / wall_s, total / cpu_s, num_events / total, p50, p99)
-
-    def _gateway(self, port: int) -> list[str]:
-        command = [sys.executable, "-m", "kvferry.services.local.cli", "gateway", "--model", str(self._folder)]
-        command += ["--served-model-name", "bench", "--redis-url", self._redis_url, "--port", str(port)]
-        return [*command, "--log-level", "error"]
+        return Row(server.name, rate, total / wall_s, total / cpu_s, num_events / total, p50, p99)
 
 
 def _started(core: int, command: list[str], source: str = "") -> subprocess.Popen[bytes]:
@@ -170,12 +202,12 @@ def _started(core: int, command: list[str], source: str = "") -> subprocess.Pope
     return subprocess.Popen(["taskset", "-c", str(core), *command], stdout=subprocess.PIPE, env=environ)
 
 
-async def _until_ready(port: int, gateway: subprocess.Popen[bytes]) -> None:
+async def _until_ready(port: int, path: str, process: subprocess.Popen[bytes]) -> None:
     while True:
-        if gateway.poll() is not None:
-            raise RuntimeError(f"the gateway ended with status {gateway.returncode}")
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with status {process.returncode}")
         try:
-            await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/ready", None, 5)
+            await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}{path}", None, 5)
             return
         except OSError:
             await asyncio.sleep(0.1)
@@ -183,14 +215,22 @@ async def _until_ready(port: int, gateway: subprocess.Popen[bytes]) -> None:
 
 async def run(args: argparse.Namespace) -> list[Row]:
     os.sched_setaffinity(0, {OTHER_CORE})
-    sources = [("this", "")] + ([("compared", args.compare)] if args.compare else [])
-    rows = []
+    servers = [Server("this")] + ([Server("compared", args.compare)] if args.compare else [])
+    servers += peers(args.peers) if args.peers else []
+    rows: dict[tuple[str, int], list[Row]] = {}
     async with redis_server(find_redis_server()) as url:
         bench = Bench(resolve_model(args.model, weights=False), url)
-        for rate in args.rates:
-            for name, source in sources:
-                rows.append(await bench.measure(name, source, args.streams, rate, args.seconds))
-    return rows
+        for _ in range(args.runs):
+            for rate, server in itertools.product(args.rates, servers):
+                row = await bench.measure(server, args.streams, rate, args.seconds)
+                rows.setdefault((server.name, rate), []).append(row)
+    return [_median(same) for _, same in sorted(rows.items(), key=lambda item: item[0][1])]
+
+
+def _median(rows: list[Row]) -> Row:
+    """Of several rows of one gateway and rate."""
+    _, _, *figures = zip(*map(astuple, rows), strict=True)
+    return Row(rows[0].name, rows[0].asked_tok_s, *map(statistics.median, figures))
 
 
 def main(argv: list[str]) -> int:
@@ -201,18 +241,20 @@ def main(argv: list[str]) -> int:
         "--rates", type=lambda text: [int(part) for part in text.split(",")], default=[5000, 10000, 20000]
     )
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--compare", default="")
+    parser.add_argument("--peers", type=Path)
     args = parser.parse_args(argv)
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("needs two cores: one for the gateway, one for all else")
     rows = uvloop.run(run(args))
     print(f"{args.streams} streams\n")
     print(
-        f"{'gateway':9} {'asked tok/s':>11} {'tok/s':>8} {'per core':>9} {'events':>7} {'added p50 ms':>13} {'p99':>7}"
+        f"{'gateway':13} {'asked tok/s':>11} {'tok/s':>8} {'per core':>9} {'events':>7} {'added p50 ms':>13} {'p99':>7}"
     )
     for row in rows:
         print(
-            f"{row.name:9} {row.asked_tok_s:11,} {row.tok_s:8,.0f} {row.tok_s_per_core:9,.0f} "
+            f"{row.name:13} {row.asked_tok_s:11,} {row.tok_s:8,.0f} {row.tok_s_per_core:9,.0f} "
             f"{row.events_per_token:7.3f} {row.added_p50_ms:13.2f} {row.added_p99_ms:7.2f}"
         )
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class FinishReason(enum.StrEnum):
@@ -96,7 +96,8 @@ class GenerateRequest:
     other and are not sent again.
 
     `holders`, best first: whom leading blocks may be pulled from instead of being computed. `http_request_id` is what
-    the client knows it by, for logs; all prompts of one HTTP request have the same.
+    the client knows it by, for logs; all prompts of one HTTP request have the same. Where it has a `number`, a node may
+    send tokens of choice `i` under `number + i` instead of in full.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class GenerateRequest:
     resumed: tuple[ResumedChoice, ...] = ()
     traceparent: str = ""
     http_request_id: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,13 @@ class RequestTimes:
     first_step_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+NO_TIMES = RequestTimes()
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """What one engine step produced for one choice of one request.
+    """What one engine step produced for one choice of one request. As immutable as the others, but not frozen: one is
+    made for every token, and with so many fields that would take 20 times as long.
 
     Exactly one output per choice carries `finish_reason`; with `error` set it ends the whole request.
     `logprobs` is empty or as long as `token_ids`. `cached_tokens`, `computed_tokens`, `prefilled_by` and `times`
@@ -160,7 +166,7 @@ class RequestOutput:
     cached_tokens: int = 0
     computed_tokens: int = 0
     prefilled_by: str = ""
-    times: RequestTimes = field(default_factory=RequestTimes)
+    times: RequestTimes = NO_TIMES
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     local_cached_tokens: int = 0
     received_tokens: int = 0

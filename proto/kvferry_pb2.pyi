@@ -29,7 +29,7 @@ class Welcome(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed", "http_request_id")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed", "http_request_id", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     HTTP_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -54,7 +55,8 @@ class Submit(_message.Message):
     traceparent: str
     resumed: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     http_request_id: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., http_request_id: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., http_request_id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids")
@@ -167,10 +169,14 @@ class TokenBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "numbers", "token_ids")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("request_id", "attempt", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "error", "cached_tokens", "computed_tokens", "prefilled_by", "times", "prompt_logprobs", "local_cached_tokens", "received_tokens")

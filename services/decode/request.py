@@ -80,6 +80,11 @@ class Request:
         self.span.phase("queue", first.arrival_s, first.admitted_s)
         self.span.phase("first_step", begun, first.token_s, computed=first.computed_tokens)
 
+    def is_token_only(self, output: TokenOutput) -> bool:
+        """There is nothing to tell of it but the token."""
+        has_logprobs = output.logprobs is not None and self.spec.sampling.logprobs is not None
+        return not (output.first or output.finish_reason or has_logprobs)
+
     def token_output(self, index: int, output: TokenOutput) -> RequestOutput:
         logprobs = (output.logprobs,) if output.logprobs is not None and self.spec.sampling.logprobs is not None else ()
         result = RequestOutput(

@@ -171,7 +171,9 @@ class DecodeService(pb_grpc.DecodeServicer):
         self._owner.on_lease_expired(lease_id)
 
     def _on_token(self, request: Request, index: int, token: TokenOutput) -> None:
-        request.session.push(request.token_output(index, token))
+        session, number = request.session, request.spec.number
+        if not (request.is_token_only(token) and session.push_token(number, index, token.token_id)):
+            session.push(request.token_output(index, token), number)
         metrics = self._node.require_loaded().metrics
         request.num_output_tokens += 1
         if (first := token.first) is not None:

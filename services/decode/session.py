@@ -24,12 +24,26 @@ class GatewaySession:
         self._fail_points = fail_points or FailPoints()
         self.number = next(_serial)
         self._pending: list[pb.Output] = []
+        self._numbers: list[int] = []  # of choices, each with its next token in `_token_ids`
+        self._token_ids: list[int] = []
+        self._in_full: set[int] = set()  # requests with an output in `_pending`, which must not be overtaken
         self._ready = asyncio.Event()
         self._closing = False
 
-    def push(self, output: RequestOutput) -> None:
+    def push(self, output: RequestOutput, number: int = 0) -> None:
+        """`number`: of its request, if that has one."""
+        self._in_full.add(number)
         self._pending.append(output_to_pb(output))
         self._ready.set()
+
+    def push_token(self, number: int, index: int, token_id: int) -> bool:
+        """A token and nothing else, of choice `index` of the request. False: this one must be pushed in full."""
+        if not number or number in self._in_full:
+            return False
+        self._numbers.append(number + index)
+        self._token_ids.append(token_id)
+        self._ready.set()
+        return True
 
     def close(self) -> None:
         """The writer ends once everything pushed is out."""
@@ -41,9 +55,14 @@ class GatewaySession:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            if self._pending:
+            if self._pending or self._numbers:
                 await self._fail_points.copies("rpc.decode.outputs")
-                batch, self._pending = self._pending, []
-                await context.write(pb.SessionReply(outputs=pb.StepOutputs(outputs=batch)))
-            if self._closing and not self._pending:
+                await context.write(pb.SessionReply(outputs=self._take()))
+            if self._closing and not (self._pending or self._numbers):
                 return
+
+    def _take(self) -> pb.StepOutputs:
+        batch = pb.StepOutputs(outputs=self._pending, numbers=self._numbers, token_ids=self._token_ids)
+        self._pending, self._numbers, self._token_ids = [], [], []
+        self._in_full.clear()
+        return batch

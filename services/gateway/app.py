@@ -69,6 +69,7 @@ class Gateway:
             max_resumptions=config.gateway.max_resumptions,
             resume_timeout_s=config.gateway.resume_timeout,
             max_ttft_s=config.gateway.max_ttft,
+            stream_delay_weight=config.gateway.stream_delay_weight,
             tracing=open_tracing(config.cluster.otlp_traces_endpoint, "kvferry-gateway"),
         )
         self.app = FastAPI(
@@ -119,6 +120,7 @@ class Gateway:
         self.metrics.index_up.set(self.table.index_ok)
         self.pool.forget_all_but(node.instance_id for node in self.table.nodes)
         self.metrics.note_breakers(self.pool.breakers.views().values())
+        self.metrics.tokens.flush()
 
     def drain(self) -> None:
         """No new requests. Discovery goes on until the last one has ended."""

@@ -91,7 +91,7 @@ class Choice:
                 piece.token_ids.append(token_id)
             if self._params.logprobs is not None and at < len(output.logprobs):
                 piece.entries.append(TokenEntry(token_id, self._num_chars, output.logprobs[at]))
-            if not self._is_hidden_stop(output, at):
+            if output.stop_token_id is None or not self._is_hidden_stop(output, at):
                 text = self._detokenizer.push(token_id)
                 self._num_chars += len(text)
                 if self._emit(piece, text):

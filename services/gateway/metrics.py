@@ -13,6 +13,7 @@ from kvferry.common.errors import Draining, NodeLost, Unavailable
 from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes, SamplingParams
 from kvferry.services.gateway.breaker import BreakerView
 from kvferry.services.gateway.plan import RouteKind
+from kvferry.services.gateway.token_totals import CountedHistogram, TokenTotals
 
 # Up to CPU minutes: a first token may take a 1,500-token prompt's seconds behind a queue.
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
@@ -80,7 +81,6 @@ class GatewayMetrics:
             "finished choice: decode time per token behind the first",
             _TOKEN_BUCKETS,
         )
-        self.inter_token = histogram("inter_token_latency_seconds", "gap between outputs of one choice", _TOKEN_BUCKETS)
         self._prompt_length = histogram("request_prompt_tokens", "tokens of a prompt", _LENGTH_BUCKETS)
         self._generation_length = histogram("request_generation_tokens", "tokens of a finished choice", _LENGTH_BUCKETS)
         self._params_n = histogram("request_params_n", "choices asked for, per prompt", _N_BUCKETS)
@@ -97,7 +97,16 @@ class GatewayMetrics:
         )
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
             self._by_source.labels(source)
-        self.generation_tokens = counter("generation_tokens", "tokens produced")
+        self.tokens = TokenTotals(
+            Counter("kvferry:generation_tokens", "tokens produced", registry=None),
+            CountedHistogram(
+                "kvferry:inter_token_latency_seconds",
+                "gap between outputs of one choice",
+                buckets=_TOKEN_BUCKETS,
+                registry=None,
+            ),
+        )
+        registry.register(self.tokens)
         self.index_up = gauge("index_up", "1 while the index answers, 0 while requests go on without", "livemin")
         self.index_lookups = counter("index_lookups", "prefix lookups answered")
         self.index_failures = counter("index_lookup_failures", "prefix lookups failed or too late")

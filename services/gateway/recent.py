@@ -90,6 +90,7 @@ class Recent:
         self.requests: deque[RecentRequest] = deque(maxlen=NUM_REMEMBERED)  # oldest first
         self._clock = clock
         self._started_at = clock()
+        self._slot_ends_at = self._started_at
         self._slots: deque[_Slot] = deque(maxlen=math.ceil(WINDOW_S / SLOT_S))
 
     def first_token(self, seconds: float) -> None:
@@ -131,14 +132,15 @@ class Recent:
         return sum(slot.num_tokens for slot in slots if slot.number >= now - 1) / max(spanned_s, 1.0)
 
     def _slot(self) -> _Slot:
-        number = int((self._clock() - self._started_at) / SLOT_S)
-        if not self._slots or self._slots[-1].number != number:
+        if (now := self._clock()) >= self._slot_ends_at:
+            number = int((now - self._started_at) / SLOT_S)
             self._slots.append(_Slot(number))
+            self._slot_ends_at = self._started_at + (number + 1) * SLOT_S
         return self._slots[-1]
 
 
 def _count(buckets: dict[int, int], seconds: float) -> None:
-    bucket = math.ceil(math.log(max(seconds, _FINEST_S) / _FINEST_S) / _STEP)
+    bucket = math.ceil(math.log(seconds / _FINEST_S) / _STEP) if seconds > _FINEST_S else 0
     buckets[bucket] = buckets.get(bucket, 0) + 1
 
 

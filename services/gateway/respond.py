@@ -7,7 +7,7 @@ an event in the stream. A client that leaves, or accepts nothing for too long, c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.responses import Response
@@ -22,6 +22,10 @@ from kvferry.services.gateway.run import Run
 
 ABORT_EXTENSION = "kvferry.abort"
 """ASGI scope extension: its `abort` drops the connection without waiting for the client to accept what is left."""
+
+WRITE_EXTENSION = "kvferry.write"
+"""ASGI scope extension: its `write` takes more of a body that has begun past all middleware, which has no say in it any
+more; False: not now, it must be sent."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
@@ -43,6 +47,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _not_now(body: bytes) -> bool:
+    return False
 
 
 class RunResponse(Response):
@@ -68,6 +76,7 @@ class RunResponse(Response):
         self._began = False
         self._stalled = False
         self._main: asyncio.Task[Any] | None = None
+        self._write_now: Callable[[bytes], bool] = _not_now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not await while_connected(receive, self._answer(scope, receive, send)):
@@ -82,6 +91,8 @@ class RunResponse(Response):
         """Answers until the end, or until a write takes too long; cancellation means that the client left."""
         self._main = asyncio.current_task()
         self._stall = Deadline(self._give_up)
+        if (extension := scope.get("extensions", {}).get(WRITE_EXTENSION)) is not None:
+            self._write_now = extension["write"]
         try:
             await self._attempt(scope, receive, send)
         except asyncio.CancelledError:
@@ -129,7 +140,7 @@ class RunResponse(Response):
             if not self._began:
                 await self._begin(send, run, b"text/event-stream; charset=utf-8")
                 events = self._writer.opening(run.job.num_choices) + events
-            if events:
+            if events and not self._write_now(events):
                 await self._write(send, events)
         last = self._writer.usage_event(run.usage) if self._include_usage else b""
         await self._write(send, last + DONE, more=False)

@@ -18,12 +18,12 @@ from kvferry.common.requests import FinishReason, RequestOutput, RequestTimes
 from kvferry.services.gateway.choice import Piece
 from kvferry.services.gateway.deadline import Deadline
 from kvferry.services.gateway.intake import Job
+from kvferry.services.gateway.mailbox import Mailbox
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.prompt_run import PromptRun
 from kvferry.services.gateway.recent import RecentRequest
 from kvferry.services.gateway.responses import Usage
 from kvferry.services.gateway.serving import Service
-from kvferry.services.gateway.sessions import Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class Run:
         if choice.finish_reason is not None:
             self._num_open -= 1
             self.metrics.finished[choice.finish_reason].inc()
+            self.metrics.tokens.flush()
             self.metrics.running.dec()
             self.metrics.choice_finished(
                 choice.num_tokens, self._last_output_at[index] - self._first_output_at[index], prompt.times
@@ -165,12 +166,11 @@ class Run:
         now, gap_s = time.monotonic(), None
         if last := self._last_output_at[index]:
             gap_s = now - last
-            self.metrics.inter_token.observe(gap_s)
         else:
             self._first_output_at[index] = now
             self.metrics.waiting.dec()
         self._last_output_at[index] = now
-        self.metrics.generation_tokens.inc(num_tokens)
+        self.metrics.tokens.note(num_tokens, gap_s)
         self._service.recent.tokens(num_tokens, gap_s)
 
     def _leave(self, exc: BaseException | None) -> list[asyncio.Task[None]]:

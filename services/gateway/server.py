@@ -8,16 +8,17 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvferry.common.config import GatewayConfig
 from kvferry.common.errors import ConfigError
 from kvferry.common.stop_signals import stop_signals
 from kvferry.services.gateway.http_tls import HttpTls
-from kvferry.services.gateway.respond import ABORT_EXTENSION
+from kvferry.services.gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 
 log = logging.getLogger("kvferry.gateway")
 
@@ -77,7 +78,7 @@ def open_listeners(config: GatewayConfig) -> list[socket.socket]:
 class _Protocol(HttpToolsProtocol):
     """Drops connections that send no whole header in time, and refuses endless ones; uvicorn waits for both for ever.
 
-    Lets the app drop a connection at once with all that is unsent.
+    Lets the app drop a connection at once with all that is unsent, and write to one that has room.
     """
 
     _in_header = False
@@ -119,6 +120,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_header, self._due_s = False, None
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope["extensions"][WRITE_EXTENSION] = {"write": partial(_write, self.cycle)}
 
     def send_400_response(self, msg: str) -> None:
         if not (self._in_header and self._header_bytes > MAX_HEADER_BYTES):
@@ -128,6 +131,14 @@ class _Protocol(HttpToolsProtocol):
         head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(text)
         self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (line, head, text))
         self.transport.close()
+
+
+def _write(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """What `cycle.send` does with more of a chunked body while nothing is in its way; else False."""
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 class Server(uvicorn.Server):

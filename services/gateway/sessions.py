@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,49 +24,12 @@ from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.gateway.breaker import Breakers
+from kvferry.services.gateway.mailbox import Mailbox as Mailbox
 from kvferry.services.rpc.aio import Dial, open_channel
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 from kvferry.services.rpc.errors import from_rpc_error
 
 log = logging.getLogger("kvferry.gateway")
-
-
-class Mailbox:
-    """Outputs for one HTTP request, from all its submissions. One reader.
-
-    Bounded by what was asked for: a node sends at most `max_tokens` tokens per choice. A reader that is slow finds
-    several outputs at once and can make one event of them; it never holds up a session.
-    """
-
-    __slots__ = ("_error", "_outputs", "_waiter")
-
-    def __init__(self) -> None:
-        self._outputs: list[RequestOutput] = []
-        self._error: KvferryError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
-        self._wake()
-
-    def fail(self, error: KvferryError) -> None:
-        """The next `take` raises this."""
-        self._error = error
-        self._wake()
-
-    async def take(self) -> list[RequestOutput]:
-        """Everything that has come since the last call, at least one output. Cancelling it loses nothing."""
-        while not self._outputs and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._error is not None:
-            raise self._error
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Submission:
@@ -83,6 +47,16 @@ class Submission:
     def was_sent(self) -> bool:
         """Whether the node may have seen it."""
         return self._session.was_connected
+
+    @property
+    def numbers(self) -> range:
+        """What the session calls its choices."""
+        return range(self.request.number, self.request.number + self.request.n)
+
+    def deliver_token(self, number: int, token_id: int) -> None:
+        """Passes on one token of the choice with this number, unless that has ended."""
+        request = self.request
+        self.deliver(RequestOutput(request.request_id, request.attempt, number - request.number, (token_id,)))
 
     def deliver(self, output: RequestOutput) -> bool:
         """Passes an output on, unless its choice has ended. True when that was the last one."""
@@ -115,6 +89,8 @@ class Session:
         self.is_connected = self.was_connected = False
         self._timeout_s = timeout_s
         self._submissions: dict[str, Submission] = {}
+        self._by_number: dict[int, Submission] = {}
+        self._next_number = 1
         self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._error: KvferryError | None = None
 
@@ -128,11 +104,14 @@ class Session:
 
     def submit(self, request: GenerateRequest, mailbox: Mailbox) -> Submission:
         """Sends the request, now or once connected. Its outputs, or one error, arrive in the mailbox."""
+        request = replace(request, number=self._next_number)
+        self._next_number += request.n
         submission = Submission(self, request, mailbox)
         if self._error is not None:
             submission.deliver(_error_output(request, self._error))
             return submission
         self._submissions[request.request_id] = submission
+        self._by_number |= dict.fromkeys(submission.numbers, submission)
         self._outbox.put_nowait(pb.SessionRequest(submit=submit_to_pb(request)))
         return submission
 
@@ -144,7 +123,12 @@ class Session:
         message = pb.CancelRequest(request_id=request.request_id, attempt=request.attempt, indexes=indexes)
         self._outbox.put_nowait(pb.SessionRequest(cancel=message))
         if not message.indexes:
-            del self._submissions[request.request_id]
+            self._forget(submission)
+
+    def _forget(self, submission: Submission) -> None:
+        del self._submissions[submission.request.request_id]
+        for number in submission.numbers:
+            del self._by_number[number]
 
     async def run(self) -> KvferryError:
         """Carries requests until the stream ends or this is cancelled; returns why. Ends every request on it."""
@@ -187,7 +171,11 @@ class Session:
 
     async def _read(self, call: Any) -> None:
         while (reply := await call.read()) is not grpc.aio.EOF:
-            for output in reply.outputs.outputs:
+            step = reply.outputs
+            for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+                if (submission := self._by_number.get(number)) is not None:
+                    submission.deliver_token(number, token_id)
+            for output in step.outputs:
                 self._dispatch(output)
 
     async def _write(self, call: Any) -> None:
@@ -200,7 +188,7 @@ class Session:
         if submission is None or submission.request.attempt != message.attempt:
             return
         if submission.deliver(output_from_pb(message)):
-            del self._submissions[message.request_id]
+            self._forget(submission)
 
     def close(self) -> None:
         """Ends what `run` never began to carry."""
@@ -210,7 +198,7 @@ class Session:
     def _end(self, error: KvferryError) -> None:
         self._error = error
         self.is_connected = False
-        submissions, self._submissions = list(self._submissions.values()), {}
+        submissions, self._submissions, self._by_number = list(self._submissions.values()), {}, {}
         for submission in submissions:
             submission.deliver(_error_output(submission.request, error))
 

@@ -26,6 +26,7 @@ def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
         traceparent=request.traceparent,
         resumed=[pb.ResumedChoice(index=c.index, token_ids=c.token_ids) for c in request.resumed],
         http_request_id=request.http_request_id,
+        number=request.number,
     )
 
 
@@ -43,6 +44,7 @@ def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
         traceparent=msg.traceparent,
         resumed=tuple(rq.ResumedChoice(c.index, tuple(c.token_ids)) for c in msg.resumed),
         http_request_id=msg.http_request_id,
+        number=msg.number,
     )
 
 
@@ -130,7 +132,7 @@ def output_to_pb(o: rq.RequestOutput) -> pb.Output:
     )
     if o.error_code:
         msg.error.CopyFrom(pb.ErrorDetail(code=o.error_code, message=o.error_message, param=o.error_param))
-    if o.times != rq.RequestTimes():
+    if o.times != rq.NO_TIMES:
         t = o.times
         msg.times.CopyFrom(
             pb.Times(queue_s=t.queue_s, prefill_s=t.prefill_s, transfer_s=t.transfer_s, first_step_s=t.first_step_s)
@@ -152,14 +154,11 @@ def output_from_pb(m: pb.Output) -> rq.RequestOutput:
         cached_tokens=m.cached_tokens,
         computed_tokens=m.computed_tokens,
         prefilled_by=m.prefilled_by,
-        times=_times_from_pb(m.times) if m.HasField("times") else _NO_TIMES,
+        times=_times_from_pb(m.times) if m.HasField("times") else rq.NO_TIMES,
         prompt_logprobs=tuple(map(logprobs_from_pb, m.prompt_logprobs)) if m.prompt_logprobs else (),
         local_cached_tokens=m.local_cached_tokens,
         received_tokens=m.received_tokens,
     )
-
-
-_NO_TIMES = rq.RequestTimes()
 
 
 def _times_from_pb(m: pb.Times) -> rq.RequestTimes:

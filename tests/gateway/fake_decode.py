@@ -55,6 +55,7 @@ class Behaviour:
     received_tokens: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
     ignore_cancel: bool = False
+    packs: bool = True  # False: like a node that knows nothing of packed tokens
     ghosts: Callable[[GenerateRequest], Sequence[RequestOutput]] = lambda request: ()  # sent before the first output
 
 
@@ -83,6 +84,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
         self.submitted: list[GenerateRequest] = []
         self.cancelled: list[tuple[str, int, tuple[int, ...]]] = []
         self.num_sessions = 0
+        self.num_packed = 0  # tokens
         self.address = ""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._dead_choices: set[tuple[str, int]] = set()
@@ -199,7 +201,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
                 return
             if does.hang_after is not None and at >= does.hang_after:
                 await asyncio.Event().wait()
-            self._send(replies, self._step(request, answers, at, first))
+            self._send(replies, self._step(request, answers, at, first), request.number)
             first, at = False, at + does.tokens_per_step
 
     def _tokens(self, request: GenerateRequest, index: int) -> list[int]:
@@ -238,10 +240,22 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
             )
         return outputs
 
-    def _send(self, replies: asyncio.Queue[pb.SessionReply | None], outputs: Sequence[RequestOutput]) -> None:
+    def _send(
+        self, replies: asyncio.Queue[pb.SessionReply | None], outputs: Sequence[RequestOutput], number: int = 0
+    ) -> None:
+        """`number`: of the request, under which what is a token and nothing else is packed, like a real node's."""
+        step = pb.StepOutputs()
+        for output in outputs:
+            bare = RequestOutput(output.request_id, output.attempt, output.index, output.token_ids)
+            packs = bool(number) and self.behaviour.packs and not step.outputs
+            if packs and len(output.token_ids) == 1 and output == bare:
+                self.num_packed += 1
+                step.numbers.append(number + output.index)
+                step.token_ids.extend(output.token_ids)
+            else:
+                step.outputs.append(output_to_pb(output))
         if outputs:
-            message = pb.StepOutputs(outputs=[output_to_pb(output) for output in outputs])
-            replies.put_nowait(pb.SessionReply(outputs=message))
+            replies.put_nowait(pb.SessionReply(outputs=step))
 
 
 def _logprobs(request: GenerateRequest, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:

@@ -142,6 +142,39 @@ def test_a_slow_reader_gets_fewer_larger_events_and_every_token() -> None:
     run(gateway(FakeDecode(Behaviour(step_s=0.002))), scenario)
 
 
+def test_what_a_client_has_not_read_waits_as_tokens_and_comes_in_order() -> None:
+    """While its connection is full, nothing more is written to it."""
+    ids = (tiny_tokenizer().encode("The quick brown fox ") * 500)[:3000]
+
+    async def scenario(setup: Setup) -> None:
+        assert setup.server is not None
+        for listener in setup.server.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, (setup.client.base_url.host, setup.client.base_url.port))
+            raw = json.dumps({"prompt": "x", "stream": True, "max_tokens": len(ids)}).encode()
+            head = HEAD + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(raw)
+            await loop.sock_sendall(client, head + raw)
+            await eventually(lambda: len(setup.nodes[0].submitted) == 1)
+            sessions = setup.gateway.pool.sessions.values()
+            await eventually(lambda: all(not session.num_requests for session in sessions), within_s=20)
+            (connection,) = setup.server.server_state.connections
+            assert connection.transport.get_write_buffer_size() < 2 * 2**16, "of more than 500 kB"
+            answer = b""
+            while part := await loop.sock_recv(client, 2**16):
+                answer += part
+        lines = [line for line in answer.split(b"\n") if line.startswith(b"data: ")]
+        assert lines.pop() == b"data: [DONE]"
+        assert text_of([json.loads(line.removeprefix(b"data: ")) for line in lines]) == tiny_tokenizer().decode(ids)
+        assert len(lines) < len(ids)
+
+    node = FakeDecode(Behaviour(tokens=lambda request, index: ids), max_model_len=100_000)
+    run(gateway(node, over_port=True), scenario)
+
+
 def test_a_client_that_sends_half_a_request_is_not_waited_for() -> None:
     async def scenario(setup: Setup) -> None:
         host, port = setup.client.base_url.host, setup.client.base_url.port

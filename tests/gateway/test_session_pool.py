@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvferry.common.requests import FinishReason, GenerateRequest, SamplingParams
-from kvferry.services.gateway.sessions import Mailbox, SessionPool
+from kvferry.services.gateway.mailbox import Mailbox
+from kvferry.services.gateway.sessions import SessionPool
 from tests.gateway.test_router import node
 
 
