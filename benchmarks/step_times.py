@@ -1,6 +1,6 @@
 """How long the steps of one node take, measured in process, as a profile for `kvferry simulate`.
 
-    python -m benchmarks step_times [--model M] [--threads 1] [--out FILE]
+    python -m benchmarks step_times [--model M] [--threads 1] [--lent-threads 2] [--out FILE]
 
 Prompts are computed chunk by chunk, and batches of 1 to 32 sequences decode at several depths; each step's time is
 fitted by least squares of the relative error, and what the fit leaves stays with the profile as its noise.
@@ -13,6 +13,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,22 @@ import torch
 from benchmarks.in_process import InProcessEngine, load
 from benchmarks.load import random_prompt
 from kvferry.common.models import resolve_model
+from kvferry.services.engine.model import LlamaModel
 
 CHUNK = 256
 PROMPT = 2048
 NUM_PROMPTS = 3
 BATCHES = ((1, 128), (4, 128), (8, 128), (16, 128), (32, 128), (1, 1024), (8, 1024), (16, 1024))
-NUM_STEPS = 12
+NUM_STEPS = 10
+NUM_WARM = 2
+"""Steps of each batch that do not count: the first of a size is recorded, to be replayed, which takes a second once."""
+TERMS = (
+    "step_ms",
+    "prompt_token_ms",
+    "prompt_million_positions_ms",
+    "sequence_ms",
+    "sequence_thousand_positions_ms",
+)
 
 Sample = tuple[int, int, int, int, float]
 """Prompt tokens, sum of the positions before each of them, sequences that decode, their positions, milliseconds."""
@@ -49,11 +60,13 @@ def decode_samples(engine: InProcessEngine, rng: random.Random) -> list[Sample]:
         engine.submit(prompt, 1)
         engine.run()
         for _ in range(batch):  # found in the cache, but for the last block
-            engine.submit(prompt, NUM_STEPS + 4)
+            engine.submit(prompt, NUM_WARM + NUM_STEPS + 4)
         while engine.engine.scheduler.num_waiting_tokens:
             _step(engine)
-        for number in range(NUM_STEPS):
-            samples.append((0, 0, batch, batch * (depth + number), _step(engine)))
+        for number in range(NUM_WARM + NUM_STEPS):
+            took_ms = _step(engine)
+            if number >= NUM_WARM:
+                samples.append((0, 0, batch, batch * (depth + number), took_ms))
         engine.run()
     return samples
 
@@ -79,34 +92,35 @@ def fit(samples: list[Sample]) -> tuple[list[float], list[float]]:
     return [float(x) for x in found], [float(x) for x in took / (rows @ found)]
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks step_times")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args(argv)
-    model = load(resolve_model(args.model))
-    torch.set_num_threads(args.threads)
+def measure(model: LlamaModel, threads: int) -> dict[str, Any]:
+    """With so many threads: what a profile holds of it."""
+    torch.set_num_threads(threads)
     rng = random.Random(1)
     engine = InProcessEngine(model, 1024, max_num_seqs=64, chunk=CHUNK)
     prompt_samples(engine, rng)  # warm
     samples = prompt_samples(engine, rng) + decode_samples(engine, rng)
     terms, noise = fit(samples)
+    spread = [round(float(x), 3) for x in np.percentile(noise, [5, 50, 95])]
+    print(f"{threads} thread(s): fit {[round(t, 4) for t in terms]}, step / fit at 5, 50, 95 %: {spread}")
+    return dict(zip(TERMS, terms, strict=True)) | {"noise": [round(x, 3) for x in noise], "samples": samples}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks step_times")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lent-threads", type=int, default=2, help="with idle cores of other nodes; 0: not measured")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args(argv)
+    model = load(resolve_model(args.model))
     config = model.config
-    profile = {
-        "name": f"{args.model}, {args.threads} thread(s)",
-        "step_ms": terms[0],
-        "prompt_token_ms": terms[1],
-        "prompt_million_positions_ms": terms[2],
-        "sequence_ms": terms[3],
-        "sequence_thousand_positions_ms": terms[4],
-        "noise": [round(x, 3) for x in noise],
+    common = {
         "kv_bytes_per_token": config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4,
         "max_num_batched_tokens": CHUNK,
-        "samples": samples,
     }
-    spread = np.percentile(noise, [5, 50, 95])
-    print(f"fit {[round(t, 4) for t in terms]}, step / fit at 5, 50, 95 %: {[round(float(x), 3) for x in spread]}")
+    names = {threads: f"{args.model}, {threads} thread(s)" for threads in (args.threads, args.lent_threads) if threads}
+    profiles = {threads: {"name": name} | common | measure(model, threads) for threads, name in names.items()}
+    profile = profiles[args.threads] | {"lent": profiles.get(args.lent_threads)}
     if args.out is not None:
         args.out.write_text(json.dumps(profile) + "\n")
     return 0

@@ -46,13 +46,16 @@ def _note_if_alone(node: NodeContext, seq: Sequence) -> None:
 
 
 def local_prefill_limit(node: NodeContext) -> int:
-    """Uncached tokens up to which a prompt is computed here: what fits into one step, unless configured."""
+    """Uncached tokens up to which a prompt is computed here: what fits into one step beside the prompt tokens that wait
+    here already, unless configured. Behind a long prompt a short one would wait for all of it."""
     loaded, config = node.require_loaded(), node.config
     if config.node.local_prefill_max_tokens is not None:
         return config.node.local_prefill_max_tokens
     step_ms = config.engine.max_step_ms or DECODE_MAX_STEP_MS
     measured = loaded.engine.scheduler.times.prompt_tokens_within(step_ms, decoding=False)
-    return UNMEASURED_LOCAL_PREFILL_TOKENS if measured is None else max(measured, loaded.card.block_size)
+    if measured is None:
+        return UNMEASURED_LOCAL_PREFILL_TOKENS
+    return max(measured - loaded.engine.load().num_waiting_tokens, loaded.card.block_size)
 
 
 async def receive(node: NodeContext, request: Request, wanted: Wanted) -> int:

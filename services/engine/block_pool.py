@@ -94,6 +94,9 @@ class BlockPool:
             ids.append(block_id)
         return ids
 
+    def holds(self, name: bytes) -> bool:
+        return name in self._by_name
+
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these are in the cached account, so that acquiring them lowers `num_available`."""
         return sum(self._blocks[i].account is Account.CACHED for i in block_ids)

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from kvferry.common.errors import Internal
-from kvferry.common.nodes import NodeLoad
+from kvferry.common.nodes import NodeLoad, num_positions
 from kvferry.common.requests import FinishReason, TokenLogprobs
 from kvferry.services.engine.beam_groups import BeamGroups
 from kvferry.services.engine.block_pool import BlockPool
@@ -154,14 +154,17 @@ class Engine:
     def load(self) -> NodeLoad:
         """A report of this instant; `num_leases` is the service's to fill in."""
         with self._mutex:
-            sched = self.scheduler
+            sched, waiting = self.scheduler, list(self.scheduler.uncomputed())
             return NodeLoad(
                 num_running=len(sched.running),
                 num_waiting=len(self._sequences) - len(sched.running),
-                num_waiting_tokens=sched.num_waiting_tokens,
+                num_waiting_tokens=sum(end - start for start, end in waiting),
+                num_waiting_positions=sum(num_positions(start, end) for start, end in waiting),
                 num_blocks=self.pool.num_blocks,
                 accounts=self.pool.accounts(),
                 prefill_tokens_per_s=round(sched.times.prefill_tokens_per_s, 1),
+                prompt_token_ms=float(f"{sched.times.prompt_token_ms:.4g}"),
+                prompt_position_ms=float(f"{sched.times.prompt_position_ms:.4g}"),
                 step_ms=round(self.step_ms, 2),
                 num_steps=self.num_steps,
                 num_shared_blocks=self.pool.num_shared,
@@ -323,7 +326,7 @@ class Engine:
             return StepStats()
         num_prompt = schedule.num_prompt_tokens
         num_decodes = schedule.num_tokens - num_prompt
-        self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3)
+        self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3, schedule.num_prompt_positions)
         self.num_steps += 1
         self.step_ms += (0.2 if self.step_ms else 1.0) * (took_s * 1e3 - self.step_ms)
         preemptions, copied = self.scheduler.take_counts()

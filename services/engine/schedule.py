@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.common.nodes import num_positions
 from kvferry.services.engine.sequence import Sequence
 
 
@@ -41,3 +42,8 @@ class Schedule:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows if row.num_tokens > 1)
+
+    @property
+    def num_prompt_positions(self) -> int:
+        """What those tokens attend to."""
+        return sum(num_positions(row.start, row.start + row.num_tokens) for row in self.rows if row.num_tokens > 1)

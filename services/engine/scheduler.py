@@ -17,7 +17,9 @@ Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, b
 
 from __future__ import annotations
 
+import bisect
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 from kvferry.common.errors import BadRequest, PromptExceedsPool
@@ -54,8 +56,21 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens still to be computed, those of running prompts too."""
-        prompts = [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
-        return sum(seq.num_uncomputed_tokens for seq in (*self.waiting, *self.received, *prompts))
+        return sum(end - start for start, end in self.uncomputed())
+
+    def uncomputed(self) -> Iterator[tuple[int, int]]:
+        """Each prompt's tokens `[start, end)` that are still to be computed, as far as can be told: one that waits will
+        find what is cached now, and what those before it compute."""
+        coming: set[bytes] = set()
+        for seq in (*self.running, *self.received, *self.waiting):
+            start = seq.num_computed_tokens
+            if seq.status is Status.WAITING and not start:
+                names = seq.names[: seq.num_cacheable_blocks]
+                found = bisect.bisect(names, False, key=lambda name: not (name in coming or self.pool.holds(name)))
+                start = found * seq.block_size
+            if seq.num_tokens - start > (seq.status is Status.RUNNING):
+                coming.update(seq.names)
+                yield start, seq.num_tokens
 
     @property
     def lacks_blocks(self) -> bool:
@@ -197,7 +212,8 @@ class Scheduler:
     def _prompt_budget(self, decoding: bool) -> int:
         if self.limits.max_step_ms is None or not decoding:
             return self.limits.max_num_batched_tokens
-        fit = self.times.prompt_tokens_within(self.limits.max_step_ms, decoding)
+        deepest = max((seq.num_computed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1), default=0)
+        fit = self.times.prompt_tokens_within(self.limits.max_step_ms, decoding, deepest)
         return max(fit, 16) if fit is not None else 32
 
     def _add_row(self, step: Schedule, seq: Sequence, budget: int) -> int:

@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 _FADE = 0.98
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Of steps, faded: each weighs by the inverse of its milliseconds, so that a long one does not outweigh all."""
+
+    tokens: float = 0.0
+    positions: float = 0.0
+    ms: float = 0.0
+    tokens_squared: float = 0.0
+    tokens_positions: float = 0.0
+    positions_squared: float = 0.0
+
+    def add(self, tokens: int, positions: int, ms: float) -> None:
+        self.tokens = _FADE * self.tokens + tokens
+        self.positions = _FADE * self.positions + positions
+        self.ms = _FADE * self.ms + ms
+        self.tokens_squared = _FADE * self.tokens_squared + tokens * tokens / ms
+        self.tokens_positions = _FADE * self.tokens_positions + tokens * positions / ms
+        self.positions_squared = _FADE * self.positions_squared + positions * positions / ms
+
+
 class StepTimes:
-    """Exponentially weighted step times, from which a step's prompt share is sized."""
+    """Exponentially weighted step times, from which a step's prompt share is sized.
+
+    A prompt token takes its share of the dense layers, whatever its position, and attention over the positions before
+    it: two terms, fitted by least squares over the last steps. Steps of each depth (to a factor of two) fade among
+    themselves, so that many short prompts do not make the node forget what long ones take.
+    """
 
     def __init__(self) -> None:
         self.decode_ms = 0.0
-        self.prompt_token_ms = 0.0
-        self._prompt_tokens = self._prompt_ms = 0.0  # of the last hundred steps or so
+        self.prompt_token_ms = self.prompt_position_ms = 0.0
+        self._recent = _Sums()
+        self._by_depth: dict[int, _Sums] = {}
+        self._drift = 0.0  # what the last few steps took over what the fit says
 
-    def note(self, num_prompt_tokens: int, num_decodes: int, step_ms: float) -> None:
+    def note(self, num_prompt_tokens: int, num_decodes: int, step_ms: float, num_positions: int = 0) -> None:
+        """`num_positions`: those that the step's prompt tokens attended to, together."""
         if num_prompt_tokens >= 8:
-            alone = max(step_ms - (self.decode_ms if num_decodes else 0.0), 0.25 * step_ms)
-            self.prompt_token_ms = _blend(self.prompt_token_ms, alone / num_prompt_tokens)
-            self._prompt_tokens = _FADE * self._prompt_tokens + num_prompt_tokens
-            self._prompt_ms = _FADE * self._prompt_ms + alone
+            alone = max(step_ms - (self.decode_ms if num_decodes else 0.0), 0.25 * step_ms, 1e-6)
+            self._recent.add(num_prompt_tokens, num_positions, alone)
+            depth = (num_positions // num_prompt_tokens).bit_length()
+            self._by_depth.setdefault(depth, _Sums()).add(num_prompt_tokens, num_positions, alone)
+            self.prompt_token_ms, self.prompt_position_ms = self._solved()
+            expected = self.prompt_token_ms * num_prompt_tokens + self.prompt_position_ms * num_positions
+            self._drift = _blend(self._drift, alone / expected)
         elif num_decodes:
             self.decode_ms = _blend(self.decode_ms, step_ms)
+
+    def _solved(self) -> tuple[float, float]:
+        """Neither is negative. Steps that were all alike cannot tell the two apart: then tokens have all of it."""
+        tokens, positions, ms, tt, tp, pp = (
+            sum(getattr(sums, name) for sums in self._by_depth.values()) for name in _Sums.__dataclass_fields__
+        )
+        determinant = tt * pp - tp * tp
+        if determinant > 1e-3 * tt * pp:
+            token_ms = (pp * tokens - tp * positions) / determinant
+            position_ms = (tt * positions - tp * tokens) / determinant
+            if token_ms > 0.0 and position_ms > 0.0:
+                return token_ms, position_ms
+            if position_ms > 0.0:
+                return 0.0, ms / positions
+        return ms / tokens, 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Over many prompts: a step deep in a long one says little of the next."""
-        return 1000.0 * self._prompt_tokens / self._prompt_ms if self._prompt_ms else 0.0
+        return 1000.0 * self._recent.tokens / self._recent.ms if self._recent.ms else 0.0
 
-    def prompt_tokens_within(self, budget_ms: float, decoding: bool) -> int | None:
-        """Prompt tokens that a step of this length has room for; None before the first measurement."""
-        if not self.prompt_token_ms:
+    def prompt_tokens_within(self, budget_ms: float, decoding: bool, position: int = 0) -> int | None:
+        """Prompt tokens from `position` on that a step of this length has room for; None before the first measurement.
+
+        `t` tokens take `(token_ms + position_ms * position) * t + position_ms * t * t / 2`.
+        """
+        if not self._drift:
             return None
-        return int((budget_ms - (self.decode_ms if decoding else 0.0)) / self.prompt_token_ms)
+        room_ms = (budget_ms - (self.decode_ms if decoding else 0.0)) / self._drift
+        each_ms, more_ms = self.prompt_token_ms + self.prompt_position_ms * position, self.prompt_position_ms
+        if room_ms <= 0.0:
+            return 0
+        # the smaller root, in the form that stays exact where `more_ms` is next to nothing
+        return int(2.0 * room_ms / (each_ms + math.sqrt(each_ms * each_ms + 2.0 * more_ms * room_ms)))
 
 
 def _blend(old: float, new: float, weight: float = 0.2) -> float:

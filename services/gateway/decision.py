@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import orjson
 
 from kvferry.common.errors import BadRequest
 from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, Role
-from kvferry.services.gateway.plan import InFlight, Plan, RouteRequest, Usual
+from kvferry.services.gateway.plan import InFlight, Pace, Plan, RouteRequest, Usual
 from kvferry.services.gateway.router import choose
 
 log = logging.getLogger("kvferry.gateway")
@@ -26,8 +26,11 @@ _LOADS = (
     "num_running",
     "num_waiting",
     "num_waiting_tokens",
+    "num_waiting_positions",
     "num_blocks",
     "prefill_tokens_per_s",
+    "prompt_token_ms",
+    "prompt_position_ms",
     "step_ms",
     "pull_bytes_per_s",
 )
@@ -67,7 +70,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "cards": [asdict(card) for card in cards],
         "nodes": [_node_to_json(node, cards.index(node.card)) for node in plan.seen],
         "matches": dict(plan.matches),
-        "in_flight": {n: [had.num_requests, had.num_prompt_tokens] for n, had in plan.request.in_flight.items()},
+        "coming": dict(plan.request.coming),
+        "stream_delay_weight": plan.request.stream_delay_weight,
+        "in_flight": {n: list(astuple(had)) for n, had in plan.request.in_flight.items()},
     }
 
 
@@ -77,8 +82,9 @@ def decide_again(line: Mapping[str, Any]) -> Decision:
         cards = [LayoutCard(**card) for card in line["cards"]]
         nodes = [_node_from_json(node, cards) for node in line["nodes"]]
         in_flight = {name: InFlight(*had) for name, had in line["in_flight"].items()}
-        usual = Usual(**line["usual"])
-        request = RouteRequest(line["request_id"], line["num_tokens"], in_flight, usual=usual)
+        usual = Usual(**line["usual"] | {name: Pace(**line["usual"][name]) for name in ("pace", "quickest")})
+        request = RouteRequest(line["request_id"], line["num_tokens"], in_flight, usual=usual, coming=line["coming"])
+        request = replace(request, stream_delay_weight=line["stream_delay_weight"])
         return Decision((line["decode"], tuple(line["prefill"])), choose(request, nodes, line["matches"]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
         raise BadRequest(f"not a routing decision: {type(exc).__name__}: {exc}") from exc

@@ -7,14 +7,16 @@ prompts are matched against nothing, so that requests go on.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.hashing import block_names, root_name
-from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role
+from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role, num_positions
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.plan import InFlight, Plan
 from kvferry.services.index.base import PrefixIndex
@@ -27,7 +29,12 @@ INDEX_PAUSE_S = 1.0  # no lookups for so long after one failed
 REPORT_AGE_S = 1.0  # a heartbeat
 RETURN_GRACE_S = 6.0  # for nodes to announce themselves again, after the index was away or emptied
 MAX_NAMINGS = 4
+MAX_COMING = 64  # the latest prompts on their way that a new one is compared with
 LONG_PROMPT_TOKENS = 4096  # longer ones are hashed off the event loop
+
+
+Named = Mapping[tuple[str, str, int], Sequence[bytes]]
+"""The names of a prompt's full blocks, for each way of naming them."""
 
 
 class NodeTable:
@@ -92,7 +99,7 @@ class NodeTable:
 
     def cards(self) -> list[LayoutCard]:
         """One card per way of naming blocks."""
-        cards = {(n.card.model_fingerprint, n.card.numerics_id, n.card.block_size): n.card for n in self.nodes}
+        cards = {n.card.naming: n.card for n in self.nodes}
         return list(cards.values())[:MAX_NAMINGS]
 
 
@@ -113,11 +120,10 @@ class PrefixLookup:
         self._paused_until = float("-inf")
         self._is_failing = False
 
-    async def match(self, token_ids: Sequence[int], cache_salt: str, cards: Sequence[LayoutCard]) -> dict[str, int]:
+    async def match(self, named: Iterable[Sequence[bytes]]) -> dict[str, int]:
         """Instance id -> leading blocks. Empty when the index does not answer in time. Never raises."""
         if self._clock() < self._paused_until:
             return {}
-        named = [await _names(token_ids, cache_salt, card) for card in cards]
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = [await self._index.match(names) for names in named if names]
@@ -131,6 +137,11 @@ class PrefixLookup:
         self._is_failing = False
         self._metrics.index_lookups.inc()
         return {name: count for matches in found for name, count in matches.items()}
+
+
+async def prompt_names(token_ids: Sequence[int], cache_salt: str, cards: Sequence[LayoutCard]) -> Named:
+    """Off the event loop where the prompt is long."""
+    return {card.naming: await _names(token_ids, cache_salt, card) for card in cards}
 
 
 async def _names(token_ids: Sequence[int], cache_salt: str, card: LayoutCard) -> list[bytes]:
@@ -149,16 +160,25 @@ class Ledger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.in_flight: dict[str, InFlight] = {}
         self._clock = clock
+        self._coming: dict[bytes, dict[LedgerEntry, None]] = {}  # prompts without a first token, by their first block
         self._unreported: dict[str, deque[LedgerEntry]] = {}
         self._loads: dict[str, NodeLoad] = {}
 
-    def open(self, plan: Plan, num_choices: int) -> LedgerEntry:
-        return self.enter(plan.decode.instance_id, plan.chosen.computed_by, num_choices, plan.chosen.num_uncached)
+    def open(self, plan: Plan, num_choices: int, named: Named | None = None) -> LedgerEntry:
+        """`named`: the prompt's blocks, which whoever computes it will hold."""
+        uncached, end = plan.chosen.num_uncached, plan.num_tokens
+        work = InFlight(num_choices, uncached, num_positions(end - uncached, end))
+        computer = next(node for node in plan.seen if node.instance_id == plan.chosen.computed_by)
+        names = (named or {}).get(computer.card.naming, ())
+        return self.enter(plan.decode.instance_id, computer.instance_id, work, names)
 
-    def enter(self, decode: str, computer: str, num_requests: int, num_tokens: int) -> LedgerEntry:
-        entry = LedgerEntry(self, decode, computer, num_requests, num_tokens, self._clock())
+    def enter(self, decode: str, computer: str, work: InFlight, names: Sequence[bytes] = ()) -> LedgerEntry:
+        """`computer` has the tokens, `decode` the rest."""
+        entry = LedgerEntry(self, decode, computer, work, names, self._clock())
+        if names:
+            self._coming.setdefault(names[0], {})[entry] = None
         entries = self._unreported.setdefault(computer, deque())
-        while entries and not entries[0].num_tokens:  # no report comes while the index is away
+        while entries and entries[0].is_reported:  # no report comes while the index is away
             entries.popleft()
         entries.append(entry)
         return entry
@@ -175,43 +195,81 @@ class Ledger:
 
     def _reported(self, instance_id: str, until_s: float) -> None:
         entries = self._unreported.get(instance_id, deque())
-        while entries and (entries[0].opened_at_s <= until_s or not entries[0].num_tokens):
-            entries.popleft().prompt_done()
+        while entries and (entries[0].opened_at_s <= until_s or entries[0].is_reported):
+            entries.popleft().reported()
 
-    def add(self, instance_id: str, num_requests: int, num_tokens: int) -> None:
+    def coming(self, named: Iterable[Sequence[bytes]]) -> dict[str, int]:
+        """Instance -> leading blocks of these that it computes, or has in its queue."""
+        found: dict[str, int] = {}
+        for names in named:
+            entries = self._coming.get(names[0], {}) if names else {}
+            for entry in itertools.islice(reversed(entries), MAX_COMING):
+                found[entry.computer] = max(found.get(entry.computer, 0), _num_shared(entry.names, names))
+        return found
+
+    def forget_coming(self, entry: LedgerEntry) -> None:
+        if entry.names and (entries := self._coming.get(entry.names[0])) is not None:
+            entries.pop(entry, None)
+            if not entries:
+                del self._coming[entry.names[0]]
+
+    def add(self, instance_id: str, num_requests: int, num_tokens: int, num_positions: int) -> None:
         old = self.in_flight.get(instance_id, InFlight())
-        new = InFlight(old.num_requests + num_requests, old.num_prompt_tokens + num_tokens)
+        new = InFlight(
+            old.num_requests + num_requests,
+            old.num_prompt_tokens + num_tokens,
+            old.num_positions + num_positions,
+        )
         if new == InFlight():
             self.in_flight.pop(instance_id, None)
         else:
             self.in_flight[instance_id] = new
 
 
-class LedgerEntry:
-    """One submission's share. Both methods may be called again; later calls do nothing."""
+def _num_shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Leading names. Equal ones at one place mean equal ones before it."""
+    places = range(min(len(one), len(other)))
+    return bisect.bisect(places, False, key=lambda at: one[at] != other[at])
 
-    __slots__ = ("_computer", "_decode", "_ledger", "_num_requests", "num_tokens", "opened_at_s")
+
+class LedgerEntry:
+    """One submission's share. All methods may be called again; later calls do nothing."""
+
+    __slots__ = ("_decode", "_ledger", "_num_requests", "_work", "computer", "is_reported", "names", "opened_at_s")
 
     def __init__(
-        self, ledger: Ledger, decode: str, computer: str, num_requests: int, num_tokens: int, opened_at_s: float
+        self,
+        ledger: Ledger,
+        decode: str,
+        computer: str,
+        work: InFlight,
+        names: Sequence[bytes],
+        opened_at_s: float,
     ) -> None:
-        self.num_tokens = num_tokens
+        self.computer = computer
+        self.names = names
+        self.is_reported = not work.num_prompt_tokens
         self.opened_at_s = opened_at_s
         self._ledger = ledger
         self._decode = decode
-        self._computer = computer
-        self._num_requests = num_requests
-        ledger.add(decode, num_requests, 0)
-        ledger.add(computer, 0, num_tokens)
+        self._work = work
+        self._num_requests = work.num_requests
+        ledger.add(decode, work.num_requests, 0, 0)
+        ledger.add(computer, 0, work.num_prompt_tokens, work.num_positions)
+
+    def reported(self) -> None:
+        """The node's own report knows of the prompt."""
+        if not self.is_reported:
+            self._ledger.add(self.computer, 0, -self._work.num_prompt_tokens, -self._work.num_positions)
+            self.is_reported = True
 
     def prompt_done(self) -> None:
-        """The first token is there, or the node's report knows of it."""
-        if self.num_tokens:
-            self._ledger.add(self._computer, 0, -self.num_tokens)
-            self.num_tokens = 0
+        """The first token is there."""
+        self.reported()
+        self._ledger.forget_coming(self)
 
     def close(self) -> None:
         self.prompt_done()
         if self._num_requests:
-            self._ledger.add(self._decode, -self._num_requests, 0)
+            self._ledger.add(self._decode, -self._num_requests, 0, 0)
             self._num_requests = 0

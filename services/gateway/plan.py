@@ -6,32 +6,53 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from kvferry.common.nodes import NodeRecord, Role
+from kvferry.common.nodes import NodeLoad, NodeRecord, Role
 from kvferry.common.requests import Holder, PrefillCandidate
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
 DEFAULT_STEP_MS = 20.0
 DEFAULT_BYTES_PER_S = 1e9
+DEFAULT_STREAM_DELAY_WEIGHT = 4.0
 
 RouteKind = Literal["local", "remote_prefill", "cached"]
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What this gateway has on a node: choices without an end, prompt tokens that its last report cannot know of."""
+    """What this gateway has on a node: choices without an end, prompt tokens that its last report cannot know of, and
+    what those attend to."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    num_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a prompt token takes as such, and for each position that it attends to."""
+
+    token_ms: float = 1000.0 / DEFAULT_PREFILL_TOKENS_PER_S
+    position_ms: float = 0.0
+
+    @classmethod
+    def told_by(cls, load: NodeLoad) -> Pace | None:
+        """None: not measured yet. `position_ms` 0: it has computed too few long prompts to tell."""
+        if load.prompt_token_ms or load.prompt_position_ms:
+            return cls(load.prompt_token_ms, load.prompt_position_ms)
+        return cls(1000.0 / load.prefill_tokens_per_s) if load.prefill_tokens_per_s else None
+
+    def ms(self, num_tokens: int, num_positions: int) -> float:
+        return self.token_ms * num_tokens + self.position_ms * num_positions
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
     """What a node is taken for that has not measured its own: the mean of those that have. And the best of them."""
 
-    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    pace: Pace = Pace()
     step_ms: float = DEFAULT_STEP_MS
     bytes_per_s: float = DEFAULT_BYTES_PER_S
-    most_prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    quickest: Pace = Pace()
 
     @classmethod
     def of(cls, nodes: Sequence[NodeRecord]) -> Usual:
@@ -39,23 +60,32 @@ class Usual:
             known = [value for value in measured if value > 0]
             return sum(known) / len(known) if known else otherwise
 
+        paces = [pace for n in nodes if (pace := Pace.told_by(n.load)) is not None] or [Pace()]
+        token_ms = [pace.token_ms for pace in paces]
+        position_ms = [pace.position_ms for pace in paces if pace.position_ms] or [0.0]
         return cls(
-            mean((n.load.prefill_tokens_per_s for n in nodes), DEFAULT_PREFILL_TOKENS_PER_S),
+            Pace(sum(token_ms) / len(token_ms), sum(position_ms) / len(position_ms)),
             mean((n.load.step_ms for n in nodes if n.role is not Role.PREFILL), DEFAULT_STEP_MS),
             mean((n.load.pull_bytes_per_s for n in nodes), DEFAULT_BYTES_PER_S),
-            max((n.load.prefill_tokens_per_s for n in nodes), default=0.0) or DEFAULT_PREFILL_TOKENS_PER_S,
+            Pace(min(token_ms), min(position_ms)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """`excluded` are instances not to be used: tried already, or failing. `usual` None: that of the nodes at hand."""
+    """`excluded` are instances not to be used: tried already, or failing. `usual` None: that of the nodes at hand.
+
+    `coming`: how many leading blocks of the prompt an instance has been asked to compute, for a request before this.
+    `stream_delay_weight`: what a millisecond that a running stream loses to a prompt in its node's steps weighs against
+    one of this request's first token."""
 
     request_id: str
     num_tokens: int
     in_flight: Mapping[str, InFlight] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     usual: Usual | None = None
+    coming: Mapping[str, int] = field(default_factory=dict)
+    stream_delay_weight: float = DEFAULT_STREAM_DELAY_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from kvferry.common.requests import (
 from kvferry.common.tracing import Span
 from kvferry.services.gateway.choice import Choice
 from kvferry.services.gateway.intake import Job, PromptJob
-from kvferry.services.gateway.nodes import LedgerEntry
+from kvferry.services.gateway.nodes import LedgerEntry, prompt_names
 from kvferry.services.gateway.plan import Plan
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import Mailbox, Submission
@@ -111,9 +111,15 @@ class PromptRun:
         if len(resumed) == 1:
             tokens += resumed[0].token_ids
         service = self._service
-        matches = await service.lookup.match(tokens, self._job.cache_salt, service.table.cards())
+        named = await prompt_names(tokens, self._job.cache_salt, service.table.cards())
         plan = await service.plan(
-            self.request_id, len(tokens), matches, self._tried, like=self._card, patience_s=patience_s
+            self.request_id,
+            len(tokens),
+            await service.lookup.match(named.values()),
+            self._tried,
+            coming=service.ledger.coming(named.values()),
+            like=self._card,
+            patience_s=patience_s,
         )
         service.remember(plan, self._job)
         if self._decides and not self.attempt:
@@ -136,7 +142,7 @@ class PromptRun:
         self._span.phase("route", began_s, time.monotonic(), node=plan.decode.node_id, attempt=self.attempt)
         self._tried |= {plan.decode.instance_id}
         self._plan, self._planned_at_s = plan, time.monotonic()
-        self._entry = service.ledger.open(plan, self._job.n)
+        self._entry = service.ledger.open(plan, self._job.n, named)
         self._submission = service.pool.submit(plan.decode, request, self._mailbox)
 
     def note(self, output: RequestOutput) -> None:

@@ -13,19 +13,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvferry.common.errors import Draining, LayoutMismatch, Unavailable
-from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role
+from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role, num_positions
 from kvferry.common.requests import Holder, PrefillCandidate
-from kvferry.services.gateway.plan import Candidate, Cost, InFlight, Plan, RouteRequest, Usual
+from kvferry.services.gateway.plan import Candidate, Cost, InFlight, Pace, Plan, RouteRequest, Usual
 
 HAND_OVER_MS = 5.0  # of a pull, beside its bytes: a stream, its replies, the confirmation
 SHORT_PROMPT_MS = 100.0  # what a decode node computes in a step or so: not worth another node
 STREAM_STEPS = 3.0
 """Steps of a decode node that each stream on it weighs as much as, in the choice among decode nodes."""
-QUEUE_WEIGHT = 4.0
+QUEUE_WEIGHT = 2.0
 """What a millisecond of another node's queue weighs against one that a cached prefix saves here. A queue is worth more
-than its tokens say: tokens deep in long prompts take longer than the mean, and what joins it delays those to come."""
-STREAM_DELAY_WEIGHT = 0.5
-"""What a millisecond that a running stream loses to a prompt in its node's steps weighs against one of first token."""
+than its time: what joins it delays those to come."""
+PACE_NOISE = 0.25
+"""Nodes whose predicted time for the prompt differs by less from that of the fleet's mean are taken to be alike."""
 MAX_PREFILL_CANDIDATES = 4
 MAX_HOLDERS = 3
 NUM_REASONS = 16
@@ -59,7 +59,11 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
         chosen=chosen,
         decode_candidates=tuple(ranked[:NUM_REASONS]),
         prefill_candidates=tuple(offered),
-        request=replace(request, in_flight={n: had for n, had in request.in_flight.items() if n in seen}),
+        request=replace(
+            request,
+            in_flight={name: had for name, had in request.in_flight.items() if name in seen},
+            coming={name: count for name, count in request.coming.items() if name in seen},
+        ),
         usual=estimate.usual,
         seen=tuple(n for n in ready if n.instance_id in seen),
         matches={name: count for name, count in matches.items() if name in seen},
@@ -67,7 +71,8 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
 
 
 class _View(NamedTuple):
-    """A node as this request sees it. `salt` decides ties, `cached_tokens` are those that need no computing."""
+    """A node as this request sees it. `salt` decides ties, `cached_tokens` are those that need no computing once its
+    turn comes: it has them now, or computes them for another request that is in its queue."""
 
     node: NodeRecord
     instance_id: str
@@ -75,7 +80,7 @@ class _View(NamedTuple):
     matched_blocks: int
     cached_tokens: int
     queue_ms: float
-    ms_per_token: float
+    pace: Pace
     room_ms: float
 
 
@@ -121,7 +126,7 @@ class _Estimate:
         """The node with the cheapest way to compute the prompt: itself, or one of the best prefill nodes."""
         view = self._views[node.instance_id]
         way = self._computed_by(view)
-        slowed_ms = self._slowed_ms(node, (self._request.num_tokens - view.cached_tokens) * view.ms_per_token)
+        slowed_ms = self._slowed_ms(node, self._compute_ms(view.pace, view.cached_tokens, self._request.num_tokens))
         if slowed_ms:
             way = replace(way, cost=replace(way.cost, pressure_ms=way.cost.pressure_ms + slowed_ms))
         for helper in self.helpers(node)[:1]:  # what tells them apart is theirs alone: the first is best for all
@@ -141,7 +146,7 @@ class _Estimate:
     def remote(self, helper: _View, decode: NodeRecord) -> Candidate:
         """A prefill node that computes for `decode`."""
         way = self._computed_by(helper)
-        held = self._views[decode.instance_id].cached_tokens
+        held = self._views[decode.instance_id].matched_blocks * decode.card.block_size
         own_rate = decode.load.pull_bytes_per_s or self.usual.bytes_per_s
         moved_ms = (
             way.cost.transfer_ms + HAND_OVER_MS + self._move_ms(decode, self._request.num_tokens - held, own_rate)
@@ -159,10 +164,10 @@ class _Estimate:
         if view.instance_id in self._ways:
             return self._ways[view.instance_id]
         node, cached = view.node, view.cached_tokens
-        compute_ms, pull_ms = (self._request.num_tokens - cached) * view.ms_per_token, 0.0
+        compute_ms, pull_ms = self._compute_ms(view.pace, cached, self._request.num_tokens), 0.0
         if (extra := self._reachable(node)[0] * node.card.block_size - cached) > 0:
             move_ms = HAND_OVER_MS + self._move_ms(node, extra, self.usual.bytes_per_s)
-            saved_ms = extra * 1000.0 / self.usual.most_prefill_tokens_per_s
+            saved_ms = self._compute_ms(self.usual.quickest, cached, cached + extra)
             if move_ms < saved_ms:
                 cached, compute_ms, pull_ms = cached + extra, max(compute_ms - saved_ms, 0.0), move_ms
         num_uncached = self._request.num_tokens - cached
@@ -182,6 +187,22 @@ class _Estimate:
     def _helper_ms(self, helper: _View) -> float:
         return self._computed_by(helper).cost.total_ms + helper.room_ms
 
+    def _pace(self, node: NodeRecord) -> Pace:
+        """The fleet's, unless the node's own is clearly another one: a measurement's noise is not worth a queue. One
+        that has not seen long prompts is taken to be slowed by them as the others are."""
+        usual, own = self.usual.pace, Pace.told_by(node.load)
+        if own is None:
+            return usual
+        if not own.position_ms:
+            own = replace(own, position_ms=usual.position_ms)
+        work = self._request.num_tokens, num_positions(0, self._request.num_tokens)
+        expected_ms = usual.ms(*work)
+        return usual if abs(own.ms(*work) - expected_ms) <= PACE_NOISE * expected_ms else own
+
+    def _compute_ms(self, pace: Pace, start: int, end: int) -> float:
+        """Of the prompt's tokens `[start, end)`."""
+        return pace.ms(end - start, num_positions(start, end))
+
     def _move_ms(self, node: NodeRecord, num_tokens: int, bytes_per_s: float) -> float:
         return -(-num_tokens // node.card.block_size) * node.card.block_bytes * 1e3 / bytes_per_s
 
@@ -189,11 +210,15 @@ class _Estimate:
         """The last prompt token is always computed. The queue is what the node has told, and what was sent since."""
         name, size = node.instance_id, node.card.block_size
         salt = hashlib.blake2b(f"{self._request.request_id}/{name}".encode(), digest_size=8).digest()
-        matched = min(self._matches.get(name, 0), (self._request.num_tokens - 1) // size)
-        queued = node.load.num_waiting_tokens + self._mine(node).num_prompt_tokens
-        ms_per_token = 1000.0 / (node.load.prefill_tokens_per_s or self.usual.prefill_tokens_per_s)
+        most = (self._request.num_tokens - 1) // size
+        matched = min(self._matches.get(name, 0), most)
+        coming = min(max(matched, self._request.coming.get(name, 0)), most)
+        load, mine, pace = node.load, self._mine(node), self._pace(node)
+        queue_ms = pace.ms(
+            load.num_waiting_tokens + mine.num_prompt_tokens, load.num_waiting_positions + mine.num_positions
+        )
         room_ms = self._room_ms(node, matched)
-        return _View(node, name, salt, matched, matched * size, queued * ms_per_token, ms_per_token, room_ms)
+        return _View(node, name, salt, matched, coming * size, queue_ms, pace, room_ms)
 
     def _room_ms(self, node: NodeRecord, matched_blocks: int) -> float:
         """Until blocks for the prompt are free. Streams that run take one block each per `block_size` steps, and in
@@ -210,7 +235,7 @@ class _Estimate:
         other way."""
         if node.role is not Role.DECODE or compute_ms <= SHORT_PROMPT_MS:
             return 0.0
-        return compute_ms * (1.0 + STREAM_DELAY_WEIGHT * self._num_requests(node))
+        return compute_ms * (1.0 + self._request.stream_delay_weight * self._num_requests(node))
 
     def _num_requests(self, node: NodeRecord) -> int:
         return max(node.load.num_running + node.load.num_waiting, self._mine(node).num_requests)

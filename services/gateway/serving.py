@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from kvferry.common.errors import (
@@ -49,6 +50,7 @@ class Service:
         max_resumptions: int,
         resume_timeout_s: float,
         max_ttft_s: float | None = None,
+        stream_delay_weight: float,
         tracing: Tracing | None = None,
     ) -> None:
         self.tracing = tracing or Tracing()
@@ -66,6 +68,7 @@ class Service:
         self.draining = False
         self._max_num_requests = max_num_requests
         self._max_ttft_s = max_ttft_s
+        self._stream_delay_weight = stream_delay_weight
         self._looked = asyncio.Event()
         self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
 
@@ -126,6 +129,7 @@ class Service:
         matches: Mapping[str, int],
         tried: frozenset[str],
         *,
+        coming: Mapping[str, int] | None = None,
         like: LayoutCard | None = None,
         patience_s: float = 0.0,
     ) -> Plan:
@@ -135,12 +139,19 @@ class Service:
         also at nodes that were tried and have not failed just now. Raises Unavailable.
         """
         give_up_at = time.monotonic() + patience_s
+        request = RouteRequest(
+            request_id,
+            num_tokens,
+            self.ledger.in_flight,
+            coming=coming or {},
+            stream_delay_weight=self._stream_delay_weight,
+        )
 
         def attempt(excluded: frozenset[str]) -> Plan:
             others = frozenset() if like is None else self._unlike(like)
             with suppress(Unavailable):
-                return self._choose(request_id, num_tokens, matches, excluded | others)
-            return self._choose(request_id, num_tokens, matches, excluded)
+                return choose(replace(request, excluded=excluded | others), self.table.nodes, matches)
+            return choose(replace(request, excluded=excluded), self.table.nodes, matches)
 
         with suppress(Unavailable):
             return attempt(tried | self.pool.failing())
@@ -158,9 +169,6 @@ class Service:
             with suppress(Unavailable):
                 return attempt(self.pool.failing())
         return attempt(tried)
-
-    def _choose(self, request_id: str, num_tokens: int, matches: Mapping[str, int], excluded: frozenset[str]) -> Plan:
-        return choose(RouteRequest(request_id, num_tokens, self.ledger.in_flight, excluded), self.table.nodes, matches)
 
     def _unlike(self, card: LayoutCard) -> frozenset[str]:
         wanted = card.model_fingerprint, card.numerics_id

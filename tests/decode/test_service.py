@@ -12,12 +12,14 @@ from kvferry.common.config import Config
 from kvferry.common.errors import BadRequest, Unavailable
 from kvferry.common.nodes import LayoutCard, Role
 from kvferry.common.requests import GenerateRequest, PrefillCandidate, SamplingParams
+from kvferry.services.decode.receive import local_prefill_limit
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.scheduler import Scheduler
+from kvferry.services.engine.sequence import Sequence
 from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.metrics import NodeMetrics
 from kvferry.services.transfer.lease import LeaseTable
@@ -169,5 +171,19 @@ def test_a_request_id_in_use_is_refused_and_the_first_one_lives() -> None:
         node.submit(length=20)
         await node.settle()
         assert sorted(node.endings) == [(0, "error", "bad_request"), (0, "length", "")]
+
+    asyncio.run(run())
+
+
+def test_a_decode_node_where_prompt_tokens_wait_computes_no_more_of_them_than_it_must() -> None:
+    async def run() -> None:
+        node = Node(never)
+        context = node.service._node
+        node.engine.scheduler.times.note(64, 0, 10.0)
+        assert local_prefill_limit(context) == 640, "as many tokens as fit into a step of 100 ms"
+        for number, limit in ((500, 140), (300, CARD.block_size)):
+            params = SamplingParams(max_tokens=1)
+            node.engine.submit(Sequence(str(number), [number] * number, number, b"root", 16, params))
+            assert local_prefill_limit(context) == limit
 
     asyncio.run(run())

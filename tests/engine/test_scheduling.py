@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.common.errors import BadRequest, Overloaded
+from kvferry.common.nodes import num_positions
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.outputs import StepReport
@@ -128,6 +129,27 @@ def test_the_queue_is_bounded_in_tokens_but_one_prompt_may_always_wait() -> None
     with pytest.raises(Overloaded, match="30"):
         submit(engine, "s6", 5)
     assert run(engine, reports)[2:] == [f"s{i}" for i in range(6)]
+
+
+def test_a_prompt_that_waits_behind_one_with_its_beginning_counts_for_the_rest_alone() -> None:
+    """Four tokens to a block: the second shares three blocks with the first, which is to compute them."""
+    engine, _, reports = make_engine(max_num_seqs=1)
+    params = SamplingParams(max_tokens=1)
+    seqs = [make_sequence(key, tokens, params) for key, tokens in (("a", [*range(14)]), ("b", [*range(12), 40, 41]))]
+    for seq in seqs:
+        engine.num_cached_tokens(seq)  # asked for each request, before it is submitted
+        engine.submit(seq)
+    load = engine.load()
+    assert load.num_waiting_tokens == 14 + 2
+    assert load.num_waiting_positions == num_positions(0, 14) + num_positions(12, 14)
+    engine.submit(make_sequence("c", [50] * 9, params))
+    assert engine.load().num_waiting_tokens == 14 + 2 + 9
+    run(engine, reports)
+    assert (engine.load().num_waiting_tokens, engine.load().num_waiting_positions) == (0, 0)
+    again = make_sequence("d", [*range(14)], params)
+    engine.num_cached_tokens(again)
+    engine.submit(again)
+    assert engine.load().num_waiting_tokens == 2, "what is cached is not computed again"
 
 
 def test_beams_that_wait_for_others_without_room_give_theirs_back() -> None:

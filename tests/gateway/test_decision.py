@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -16,8 +18,8 @@ from kvferry.services.gateway.decision import MARK, decide_again, find_decisions
 from kvferry.services.gateway.plan import InFlight, RouteRequest
 from kvferry.services.gateway.router import choose
 from kvferry.services.local.explain import describe
-from tests.gateway.fake_decode import FakeDecode
-from tests.gateway.harness import Setup, gateway, run
+from tests.gateway.fake_decode import Behaviour, FakeDecode
+from tests.gateway.harness import Setup, eventually, gateway, run
 from tests.gateway.test_router import clusters, node, plan_of
 
 
@@ -82,5 +84,34 @@ def test_the_gateway_logs_one_line_for_each_decision_that_explain_reads(caplog: 
         assert list(find_decisions([line], "other")) == []
         plans = (await setup.client.get("/debug/route/mine")).json()["plans"]
         assert decide_again(plans[0]["decision"]).is_same
+
+    run(setup, scenario)
+
+
+def test_a_prompts_next_turn_is_told_who_computes_its_beginning() -> None:
+    """The first request has no token yet; nobody holds anything."""
+    setup = gateway(FakeDecode(Behaviour(hang_after=0)), stream_delay_weight=7.5)
+
+    async def scenario(setup: Setup) -> None:
+        prompt = "What was said before. " * 20
+        first = asyncio.create_task(setup.complete(prompt))
+        await eventually(lambda: len(setup.nodes[0].submitted) == 1)
+        second = asyncio.create_task(
+            setup.client.post(
+                "/v1/completions",
+                json={"model": "tiny", "prompt": prompt + "And now?"},
+                headers={"x-request-id": "next"},
+            )
+        )
+        await eventually(lambda: len(setup.nodes[0].submitted) == 2)
+        line = (await setup.client.get("/debug/route/next")).json()["plans"][0]["decision"]
+        assert line["matches"] == {}
+        assert line["coming"][setup.nodes[0].instance_id] > 0
+        assert line["stream_delay_weight"] == 7.5
+        assert decide_again(line).is_same
+        for task in (first, second):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     run(setup, scenario)

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.hashing import block_names, root_name
-from kvferry.common.nodes import NodeRecord, Role
+from kvferry.common.nodes import LayoutCard, NodeRecord, Role, num_positions
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import (
     INDEX_PAUSE_S,
@@ -20,6 +21,7 @@ from kvferry.services.gateway.nodes import (
     Ledger,
     NodeTable,
     PrefixLookup,
+    prompt_names,
 )
 from kvferry.services.gateway.plan import InFlight, RouteRequest
 from kvferry.services.gateway.router import choose
@@ -175,6 +177,10 @@ def lookup(index: MemoryIndex, clock: Clock, timeout_s: float = 0.05) -> tuple[P
     return PrefixLookup(index, timeout_s, metrics, clock), metrics
 
 
+async def matched(lookup: PrefixLookup, ids: list[int], salt: str, cards: list[LayoutCard]) -> dict[str, int]:
+    return await lookup.match((await prompt_names(ids, salt, cards)).values())
+
+
 IDS = list(range(40))
 NAMES = block_names(root_name("fake-model", "fake-numerics", ""), IDS, 16)
 
@@ -185,12 +191,12 @@ def test_a_lookup_finds_what_a_node_stored_under_the_shared_names() -> None:
         await index.announce(node("a"), 60)
         await index.store("i-a", NAMES[:1])
         prefixes, _ = lookup(index, Clock())
-        assert await prefixes.match(IDS, "", [CARD]) == {"i-a": 1}
-        assert await prefixes.match(IDS, "another tenant", [CARD]) == {}
+        assert await matched(prefixes, IDS, "", [CARD]) == {"i-a": 1}
+        assert await matched(prefixes, IDS, "another tenant", [CARD]) == {}
         other = replace(CARD, numerics_id="other")
-        assert await prefixes.match(IDS, "", [other, CARD]) == {"i-a": 1}
+        assert await matched(prefixes, IDS, "", [other, CARD]) == {"i-a": 1}
         before = index.num_lookups
-        assert await prefixes.match(IDS[:15], "", [CARD]) == {}
+        assert await matched(prefixes, IDS[:15], "", [CARD]) == {}
         assert index.num_lookups == before, "no full block, nothing to ask"
 
     asyncio.run(scenario())
@@ -204,12 +210,12 @@ def test_a_failing_or_hanging_index_costs_one_timeout_and_is_then_left_alone() -
         index.hangs, index.fails = hangs, not hangs
         prefixes, metrics = lookup(index, clock)
         for _ in range(20):
-            assert await prefixes.match(IDS, "", [CARD]) == {}
+            assert await matched(prefixes, IDS, "", [CARD]) == {}
         assert index.num_lookups == 1
         assert metrics.registry.get_sample_value("kvferry:index_lookup_failures_total") == 1
         index.hangs = index.fails = False
         clock.now += INDEX_PAUSE_S
-        assert await prefixes.match(IDS, "", [CARD]) == {"i-a": 2}
+        assert await matched(prefixes, IDS, "", [CARD]) == {"i-a": 2}
 
     asyncio.run(scenario(hangs=True))
     asyncio.run(scenario(hangs=False))
@@ -219,20 +225,35 @@ def test_the_ledger_returns_to_nothing_however_often_entries_are_closed() -> Non
     ledger = Ledger()
     plan = choose(RouteRequest("r", 500), [node("d", Role.DECODE), node("p", Role.PREFILL)], {"i-p": 5})
     entry, other = ledger.open(plan, 3), ledger.open(plan, 1)
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 2 * 420)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 2 * 420, 2 * num_positions(80, 500))}
     entry.prompt_done()
     entry.prompt_done()
-    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 420)}
+    assert ledger.in_flight == {"i-d": InFlight(4, 0), "i-p": InFlight(0, 420, num_positions(80, 500))}
     entry.close()
     entry.close()
     other.close()
     assert ledger.in_flight == {}
 
 
+def test_the_ledger_tells_who_computes_a_prompts_beginning_until_its_first_token() -> None:
+    ledger, names = Ledger(), [bytes([n]) for n in range(9)]
+    long, short = (ledger.enter("i-d", f"i-{n}", InFlight(1, 50), names[:n]) for n in (8, 5))
+    ledger.enter("i-d", "i-other", InFlight(1, 50), [b"x", *names[1:]])
+    assert ledger.coming([[*names[:6], b"y", b"z"]]) == {"i-8": 6, "i-5": 5}
+    assert ledger.coming([[], [b"x"], names[1:]]) == {"i-other": 1}
+    long.reported()
+    assert ledger.coming([names]) == {"i-8": 8, "i-5": 5}, "it is not computed yet"
+    long.prompt_done()
+    assert ledger.coming([names]) == {"i-5": 5}
+    short.close()
+    assert ledger.coming([names]) == {}
+    assert len(ledger._coming) == 1
+
+
 def test_the_ledger_stays_small_while_no_report_comes() -> None:
     ledger = Ledger()
     for _ in range(100):
-        ledger.enter("i-d", "i-p", 1, 50).close()
+        ledger.enter("i-d", "i-p", InFlight(1, 50)).close()
     assert sum(map(len, ledger._unreported.values())) == 1
 
 
@@ -247,23 +268,25 @@ def test_prompt_tokens_count_until_the_nodes_own_report_has_them() -> None:
     early = ledger.open(plan, 1)
     clock.now += REPORT_AGE_S
     late = ledger.open(plan, 1)
-    assert ledger.in_flight["i-p"] == InFlight(0, 1000)
+    assert ledger.in_flight["i-p"] == InFlight(0, 1000, 250_000)
     ledger.note_reports(nodes)
-    assert ledger.in_flight["i-p"] == InFlight(0, 1000), "the same report again says nothing"
+    assert ledger.in_flight["i-p"] == InFlight(0, 1000, 250_000), "the same report again says nothing"
     ledger.note_reports([nodes[0], replace(busy, load=replace(busy.load, num_waiting_tokens=600))])
-    assert ledger.in_flight["i-p"] == InFlight(0, 500), "the late one was sent after it may have been written"
+    assert ledger.in_flight["i-p"] == InFlight(0, 500, 125_000), "the late one was sent after it may have been written"
     early.close()
     late.close()
     assert ledger.in_flight == {}
 
 
-def test_a_burst_of_equal_prompts_is_spread_before_any_node_has_told_of_it() -> None:
-    """Nobody is promised blocks that are still to be computed; what is sent counts at once."""
+@pytest.mark.parametrize(("weight", "computers"), [(0.2, "dp"), (4.0, "pp")])
+def test_a_burst_of_equal_prompts_is_spread_before_any_node_has_told_of_it(weight: float, computers: str) -> None:
+    """What is sent counts at once. Whether decode nodes take part is a matter of what their streams' delay weighs."""
     ledger, served = Ledger(), []
     nodes = [*(node(f"d{i}", Role.DECODE) for i in range(4)), *(node(f"p{i}", Role.PREFILL) for i in range(4))]
     for number in range(8):
-        plan = choose(RouteRequest(f"r{number}", 2000, dict(ledger.in_flight)), nodes, {})
+        request = RouteRequest(f"r{number}", 2000, dict(ledger.in_flight), stream_delay_weight=weight)
+        plan = choose(request, nodes, {})
         assert plan.ttft_ms > 2000
         served.append(plan.chosen.computed_by)
         ledger.open(plan, 1)
-    assert sorted(served) == [n.instance_id for n in nodes]
+    assert sorted(served) == sorted(f"i-{role}{i}" for role in computers for i in range(4))

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvferry.common.errors import Draining, Unavailable
-from kvferry.common.nodes import BlockAccounts, NodeLoad, NodeRecord, NodeState, Role
+from kvferry.common.nodes import BlockAccounts, NodeLoad, NodeRecord, NodeState, Role, num_positions
 from kvferry.common.requests import Holder
 from kvferry.services.gateway.plan import InFlight, Plan, RouteRequest
 from kvferry.services.gateway.router import choose
@@ -36,7 +36,10 @@ loads = st.builds(
     num_running=st.integers(0, 64),
     num_waiting=st.integers(0, 64),
     num_waiting_tokens=st.integers(0, 20_000),
+    num_waiting_positions=st.integers(0, 10**8),
     prefill_tokens_per_s=st.sampled_from([0.0, 500.0, 2000.0, 50_000.0]),
+    prompt_token_ms=st.sampled_from([0.0, 0.02, 0.5, 2.0]),
+    prompt_position_ms=st.sampled_from([0.0, 1e-5, 1e-3]),
     step_ms=st.sampled_from([0.0, 10.0, 80.0]),
 )
 
@@ -48,11 +51,18 @@ def clusters(draw: st.DrawFn) -> tuple[RouteRequest, list[NodeRecord], dict[str,
         for number in range(draw(st.integers(1, 6)))
     ]
     matches = {n.instance_id: draw(st.integers(0, 40)) for n in nodes if draw(st.booleans())}
-    flights = st.builds(InFlight, num_requests=st.integers(0, 64), num_prompt_tokens=st.integers(0, 20_000))
+    flights = st.builds(
+        InFlight,
+        num_requests=st.integers(0, 64),
+        num_prompt_tokens=st.integers(0, 20_000),
+        num_positions=st.integers(0, 10**8),
+    )
     mine = {n.instance_id: draw(flights) for n in nodes if draw(st.booleans())}
+    coming = {n.instance_id: draw(st.integers(0, 40)) for n in nodes if draw(st.integers(0, 3)) == 0}
     excluded = frozenset(n.instance_id for n in nodes if draw(st.integers(0, 5)) == 0)
     tokens = draw(st.integers(1, 4000))
-    return RouteRequest(draw(st.text("abc", max_size=4)), tokens, mine, excluded), nodes, matches
+    request = RouteRequest(draw(st.text("abc", max_size=4)), tokens, mine, excluded, coming=coming)
+    return request, nodes, matches
 
 
 def plan_of(request: RouteRequest, nodes: list[NodeRecord], matches: dict[str, int]) -> Plan:
@@ -116,7 +126,9 @@ def test_a_node_that_was_not_chosen_is_not_chosen_with_more_load(
 def test_the_chosen_node_stays_chosen_with_more_cached(
     cluster: tuple[RouteRequest, list[NodeRecord], dict[str, int]], blocks: int
 ) -> None:
+    """Of what is here: what a node will have, it has only once its queue has passed."""
     request, nodes, matches = cluster
+    request = replace(request, coming={})
     plan = plan_of(request, nodes, matches)
     chosen = plan.decode.instance_id
     more = matches | {chosen: matches.get(chosen, 0) + blocks}
@@ -171,6 +183,47 @@ def test_a_hot_prefix_spreads_when_requests_in_flight_are_counted() -> None:
     counts = [served.count(n.instance_id) for n in nodes]
     assert max(counts) < 2 * 400 / 4
     assert hits / 400 > 0.8
+
+
+def test_tokens_deep_in_a_long_prompt_are_a_longer_queue_than_as_many_of_short_ones() -> None:
+    pace = {"prompt_token_ms": 0.1, "prompt_position_ms": 1e-5}
+    deep = node("deep", Role.PREFILL, num_waiting_tokens=10_000, num_waiting_positions=900_000_000, **pace)
+    flat = node("flat", Role.PREFILL, num_waiting_tokens=20_000, num_waiting_positions=10_000_000, **pace)
+    plan = choose(RouteRequest("r", 1000), [node("d", Role.DECODE), deep, flat], {})
+    assert [c.instance_id for c in plan.prefill_candidates] == ["i-flat", "i-deep"]
+    assert [c.cost.queue_ms for c in plan.prefill_candidates] == [pytest.approx(2100), pytest.approx(10_000)]
+    assert plan.prefill_candidates[0].cost.compute_ms == pytest.approx(0.1 * 1000 + 1e-5 * 500_000)
+
+
+def test_who_computes_a_prompts_beginning_gets_its_other_turns_unless_the_queue_is_longer_than_that() -> None:
+    near = node("near", Role.PREFILL, num_waiting_tokens=600)
+    nodes = [node("d", Role.DECODE), near, node("idle", Role.PREFILL)]
+    turn = RouteRequest("r", 4000, coming={"i-near": 240})
+    plan = choose(turn, nodes, {})
+    assert [c.instance_id for c in plan.prefill] == ["i-near", "i-idle"]
+    assert plan.chosen.num_uncached == 4000 - 240 * 16
+    assert plan.chosen.matched_blocks == 0, "nobody has them yet"
+    assert plan.holders == ()
+    long = replace(near, load=replace(near.load, num_waiting_tokens=5000))
+    assert choose(turn, [nodes[0], long, nodes[2]], {}).prefill[0].instance_id == "i-idle"
+
+
+def test_a_measurements_noise_is_not_worth_a_queue_but_a_slow_machine_is() -> None:
+    def first(rate: float) -> str:
+        other = node("other", Role.PREFILL, prefill_tokens_per_s=1000.0, num_waiting_tokens=100)
+        nodes = [node("d", Role.DECODE), other, node("idle", Role.PREFILL, prefill_tokens_per_s=rate)]
+        return choose(RouteRequest("r", 3000), nodes, {}).prefill[0].instance_id
+
+    assert first(900.0) == "i-idle"
+    assert first(300.0) == "i-other"
+
+
+def test_a_node_that_has_seen_no_long_prompt_is_slowed_by_them_like_the_others() -> None:
+    known = node("known", Role.PREFILL, prompt_token_ms=0.1, prompt_position_ms=1e-5, num_waiting_tokens=1)
+    new = node("new", Role.PREFILL, prompt_token_ms=0.1)
+    plan = choose(RouteRequest("r", 50_000), [node("d", Role.DECODE), known, new], {})
+    costs = {c.node_id: c.cost.compute_ms for c in plan.prefill_candidates}
+    assert costs["new"] == pytest.approx(costs["known"])
 
 
 def test_prefill_candidates_come_cheapest_first() -> None:
@@ -249,9 +302,12 @@ def test_no_node_starves(cluster: tuple[RouteRequest, list[NodeRecord], dict[str
         decode, by = plan.decode.instance_id, plan.chosen.computed_by
         hungry -= {decode, by}
         old = mine.get(decode, InFlight())
-        mine[decode] = InFlight(old.num_requests + 100_000, old.num_prompt_tokens)
+        mine[decode] = replace(old, num_requests=old.num_requests + 100_000)
         old = mine.get(by, InFlight())
-        mine[by] = InFlight(old.num_requests, old.num_prompt_tokens + 20_000_000)
+        more = num_positions(0, 20_000_000)
+        mine[by] = replace(
+            old, num_prompt_tokens=old.num_prompt_tokens + 20_000_000, num_positions=old.num_positions + more
+        )
     raise AssertionError(f"{hungry} got nothing")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import json
 import random
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.services.local.cli import main
 from kvferry.services.local.simulate.cluster import Fleet, Simulation
 from kvferry.services.local.simulate.command import simulate
+from kvferry.services.local.simulate.cores import LINGER_S, Cores
 from kvferry.services.local.simulate.node import Pool
 from kvferry.services.local.simulate.policies import POLICIES
 from kvferry.services.local.simulate.profile import load_profile
@@ -81,6 +85,44 @@ def test_nodes_that_share_a_core_wait_for_each_other() -> None:
     own = simulate(Fleet(0, 0, 4), PROFILE, "round robin", requests)
     shared = simulate(Fleet(0, 0, 4, cores=1), PROFILE, "round robin", requests)
     assert shared.ttft_mean_ms > 2 * own.ttft_mean_ms
+
+
+def test_a_node_that_computes_alone_is_lent_a_core_and_prefill_nodes_give_way() -> None:
+    """Four seconds of work. Times by hand: shares of two cores, and a moment before a core is lent."""
+    now, ended = [0.0], dict[str, float]()
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    serial = itertools.count()
+    cores = Cores(2, lambda: now[0], lambda at_s, event: heapq.heappush(events, (at_s, next(serial), event)))
+
+    def compute(node: str, weight: float) -> None:
+        cores.compute(node, 4.0, 2.0, weight, lambda _: ended.update({node: now[0]}))
+
+    def run_until_idle() -> None:
+        while events:
+            now[0], _, event = heapq.heappop(events)
+            event()
+
+    compute("alone", 1.0)
+    run_until_idle()
+    assert ended == {"alone": 2.0}
+    now[0] = 10.0
+    compute("p", 0.25)
+    compute("d0", 1.0)
+    compute("d1", 1.0)
+    run_until_idle()
+    # of two cores the decode nodes get 8/9 each, the prefill node 2/9: 4.5 s; what it has left then, 3 s, it computes
+    # alone, on one core for as long as the others keep theirs
+    assert ended["d0"] == ended["d1"] == pytest.approx(14.5)
+    assert ended["p"] == pytest.approx(14.5 + LINGER_S + (3.0 - LINGER_S) / 2)
+
+
+def test_what_is_computed_is_found_by_who_waits_behind_it() -> None:
+    """Two requests with one prompt of four blocks: the second waits for the first and computes its last block alone."""
+    blocks = tuple(bytes([n]) for n in range(4))
+    requests = [Request(n, 0.001 * n, 2048, 2, blocks) for n in range(2)]
+    sim = Simulation(Fleet(1, 1), PROFILE.faster(1.0, 512), POLICIES["kvferry"])
+    asyncio.run(sim.run(requests))
+    assert [served.cached_blocks for served in sim.served] == [0, 3]
 
 
 def test_more_nodes_serve_sooner_and_ours_sooner_than_chance() -> None:

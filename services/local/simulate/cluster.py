@@ -18,6 +18,7 @@ from functools import partial
 from kvferry.common.nodes import LayoutCard, NodeRecord, Role
 from kvferry.services.gateway.nodes import Ledger
 from kvferry.services.index.memory import MemoryIndex
+from kvferry.services.local.simulate.cores import Cores
 from kvferry.services.local.simulate.node import Pool, Prompt, SimNode
 from kvferry.services.local.simulate.policies import Choice, Policy
 from kvferry.services.local.simulate.profile import NodeProfile
@@ -28,7 +29,7 @@ HAND_OVER_S = 0.005  # measured: last chunk computed to first step begun, beside
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`cores`: of one machine that all nodes share, one thread each; None: each has its own.
+    """`cores`: of one machine that all nodes share (`cores.py`), prefill nodes by `prefill_weight`; None: own ones.
 
     `blocks_per_node` of 512 tokens; `bytes_per_s`: what a node receives. `pulls`: cached blocks move between nodes.
     """
@@ -41,6 +42,7 @@ class Fleet:
     heartbeat_s: float = 1.0
     pulls: bool = True
     cores: int | None = None
+    prefill_weight: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.num_prefill}+{self.num_decode}" if not self.num_both else f"{self.num_both} both"
@@ -72,7 +74,7 @@ class Simulation:
         self._serial = 0
         self._seen: list[NodeRecord] = []
         self._num_left = 0
-        self._num_busy = 0
+        self._cores = Cores(fleet.cores, lambda: self.now_s, self._at) if fleet.cores is not None else None
         self._changes: list[Awaitable[None]] = []
         card = LayoutCard("simulated", "", "float16", BLOCK_TOKENS, 1, 1, 1, "")
         # one head of one layer: as many bytes as a token has, whatever the model's shape
@@ -172,13 +174,13 @@ class Simulation:
     def _step(self, node: SimNode) -> None:
         if (took_s := node.begin_step()) is None:
             return
-        self._num_busy += 1
-        if self._fleet.cores is not None:
-            took_s *= max(self._num_busy / self._fleet.cores, 1.0)
-        self._at(self.now_s + took_s, lambda: self._step_ends(node, took_s))
+        if self._cores is not None:
+            weight = self._fleet.prefill_weight if node.record.role is Role.PREFILL else 1.0
+            self._cores.compute(node.record.node_id, took_s, node.lent_speed, weight, partial(self._step_ends, node))
+        else:
+            self._at(self.now_s + took_s, lambda: self._step_ends(node, took_s))
 
     def _step_ends(self, node: SimNode, took_s: float) -> None:
-        self._num_busy -= 1
         node.step_ends(took_s)
         self._step(node)
 
@@ -221,7 +223,8 @@ class _Way:
 
     def _has_room(self) -> None:
         held = self._held(self._decode)
-        alone = self._request.num_tokens - held * BLOCK_TOKENS <= self._decode.local_limit()
+        queued = sum(prompt.left for prompt in self._decode.prompts)
+        alone = self._request.num_tokens - held * BLOCK_TOKENS + queued <= self._decode.local_limit()
         if self._choice.prefill is None or alone:
             self._compute_on(self._decode, self._decode_computed)
         else:
@@ -239,13 +242,22 @@ class _Way:
         reachable = min(max(other.pool.match(self._request.blocks) for other in others), most)
         self._sim.keep(node, self._request.blocks[:held])
 
+        def find() -> int:
+            return self._held(node) * BLOCK_TOKENS
+
+        def computed(_: int) -> None:
+            self._served.cached_blocks = prompt.num_cached // BLOCK_TOKENS
+            self._sim.keep(node, self._request.blocks[: prompt.position // BLOCK_TOKENS])
+            on_chunk(node, prompt)
+
         def start(have: int) -> None:
-            self._served.cached_blocks = have
-            prompt = Prompt(have * BLOCK_TOKENS, self._request.num_tokens, lambda _: on_chunk(node, prompt))
-            self._came_from, self._sent = have * BLOCK_TOKENS, self._held(self._decode) * BLOCK_TOKENS
+            prompt.position = prompt.num_cached = have * BLOCK_TOKENS
+            prompt.find = find if have == held else None
+            self._sent = self._held(self._decode) * BLOCK_TOKENS
             node.prompts.append(prompt)
             self._sim.wake(node)
 
+        prompt = Prompt(0, self._request.num_tokens, computed, names=self._request.blocks, number=self._request.number)
         extra = (reachable - held) * BLOCK_TOKENS
         move_s = HAND_OVER_S + extra * self._sim.kv_bytes_per_token / self._sim.bytes_per_s
         rate = node.times.prefill_tokens_per_s or 1000.0

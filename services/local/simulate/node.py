@@ -6,13 +6,14 @@ many as its budget has room for. Time is that of the simulation, in seconds.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, Role
+from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, Role, num_positions
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.local.simulate.profile import NodeProfile
 from kvferry.services.local.simulate.trace import BLOCK_TOKENS
@@ -63,15 +64,28 @@ class Pool:
 
 @dataclass(slots=True)
 class Prompt:
-    """Tokens `[position, end)` are to be computed. `on_chunk(tokens)` after each step, also after the last."""
+    """Tokens `[position, end)` are to be computed. `on_chunk(tokens)` after each step, also after the last.
+
+    `find`: how many tokens the node has cached, asked when its turn comes; None: no more. `names`: of its blocks.
+    """
 
     position: int
     end: int
     on_chunk: Callable[[int], None]
+    find: Callable[[], int] | None = None
+    names: tuple[bytes, ...] = ()
+    number: int = 0
+    num_cached: int = 0
 
     @property
     def left(self) -> int:
         return self.end - self.position
+
+    def begin(self) -> None:
+        """Its turn comes."""
+        if self.find is not None:
+            self.position, self.find = max(self.position, self.find()), None
+            self.num_cached = self.position
 
 
 @dataclass(slots=True)
@@ -104,8 +118,9 @@ class SimNode:
         self._number = 0
         self._serial = 0
         self._chunks: list[tuple[Prompt, int]] = []
-        self._rate = (0, 0, 0.0)
+        self._rate = (0, 0, 0, 0)
         self.is_running = False
+        self.lent_speed = 1.0  # of the step that runs, on two cores
 
     @property
     def num_streams(self) -> int:
@@ -118,16 +133,31 @@ class SimNode:
             cached=self.pool.num_cached,
             sequence=self.pool.num_held,
         )
+        waiting = list(self._uncomputed())
         return NodeLoad(
             num_running=self.num_streams + len(self._joining) + len(self._chunks),
             num_waiting=len(self.waiting) + len(self.prompts) - len(self._chunks),
-            num_waiting_tokens=sum(prompt.left for prompt in self.prompts),
+            num_waiting_tokens=sum(end - start for start, end in waiting),
+            num_waiting_positions=sum(num_positions(start, end) for start, end in waiting),
             num_blocks=self.pool.num_blocks,
             accounts=accounts,
             prefill_tokens_per_s=self.times.prefill_tokens_per_s,
+            prompt_token_ms=self.times.prompt_token_ms,
+            prompt_position_ms=self.times.prompt_position_ms,
             step_ms=self.step_ms,
             pull_bytes_per_s=self.bytes_per_s,
         )
+
+    def _uncomputed(self) -> Iterator[tuple[int, int]]:
+        """As the scheduler tells it."""
+        coming: set[bytes] = set()
+        for prompt in self.prompts:
+            start = prompt.position
+            if prompt.find is not None:
+                shared = bisect.bisect(prompt.names, False, key=lambda name: name not in coming) * BLOCK_TOKENS
+                start = min(max(start, prompt.find(), shared), prompt.end - 1)
+            coming.update(prompt.names)
+            yield start, prompt.end
 
     def join(self, num_tokens: int, num_output: int, on_first: Callable[[], None], on_end: Callable[[], None]) -> None:
         """A stream whose prompt is here: its first token comes with the next step, its last `num_output - 1` later."""
@@ -141,26 +171,34 @@ class SimNode:
         for prompt in self.prompts:
             if budget <= 0:
                 break
+            prompt.begin()
             count = min(prompt.left, budget)
             self._chunks.append((prompt, count))
-            seen += count * prompt.position + count * count // 2
+            seen += num_positions(prompt.position, prompt.position + count)
             prompt_tokens, budget = prompt_tokens + count, budget - count
         self.is_running = bool(sequences or self._chunks)
         if not self.is_running:
             return None
         positions = streams.num_positions + sum(joining[0] for joining in self._joining)
-        self._rate = (prompt_tokens, sequences, self.num_streams)
-        noise = self._profile.draw_noise(self._rng)
-        return self._profile.expected_ms(prompt_tokens, seen, sequences, positions) * noise / 1e3
+        self._rate = (prompt_tokens, seen, sequences, self.num_streams)
+        work = (prompt_tokens, seen, sequences, positions)
+        self.lent_speed = self._profile.lent_speed(*work)
+        return self._profile.expected_ms(*work) * self._noise() / 1e3
+
+    def _noise(self) -> float:
+        if not self._chunks:
+            return self._profile.draw_noise(self._rng)
+        first = self._chunks[0][0]
+        return self._profile.noise_of(first.number, first.position)
 
     def step_ends(self, took_s: float) -> None:
         """Hands out tokens and chunks."""
-        prompt_tokens, sequences, continuing = self._rate
-        self.times.note(prompt_tokens, sequences, took_s * 1e3)
+        prompt_tokens, seen, sequences, continuing = self._rate
+        self.times.note(prompt_tokens, sequences, took_s * 1e3, seen)
         self.step_ms += (0.2 if self.step_ms else 1.0) * (took_s * 1e3 - self.step_ms)
         self.busy_s += took_s
         if continuing:
-            self.gaps.append((took_s, int(continuing)))
+            self.gaps.append((took_s, continuing))
         self._end_streams()
         chunks, self._chunks = self._chunks, []
         for prompt, count in chunks:
@@ -193,7 +231,8 @@ class SimNode:
         most = self._profile.max_num_batched_tokens
         if self.record.role is Role.PREFILL or not sequences:
             return most
-        fit = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=True)
+        begun = self.prompts[0].position if self.prompts else 0
+        fit = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=True, position=begun)
         return min(most, max(fit, MIN_CHUNK)) if fit is not None else 2 * MIN_CHUNK
 
     def local_limit(self) -> int:

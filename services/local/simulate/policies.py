@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.common.nodes import NodeRecord, Role
 from kvferry.services.gateway.nodes import Ledger, LedgerEntry
-from kvferry.services.gateway.plan import RouteRequest
+from kvferry.services.gateway.plan import InFlight, RouteRequest
 from kvferry.services.gateway.router import choose
 from kvferry.services.local.simulate.trace import Request
 
@@ -30,9 +30,12 @@ Policy = Callable[[Request, Snapshot, random.Random], Choice]
 
 def kvferry(request: Request, seen: Snapshot, rng: random.Random) -> Choice:
     nodes, matches, ledger = seen
-    plan = choose(RouteRequest(str(request.number), request.num_tokens, ledger.in_flight), nodes, matches)
+    asked = RouteRequest(
+        str(request.number), request.num_tokens, ledger.in_flight, coming=ledger.coming([request.blocks])
+    )
+    plan = choose(asked, nodes, matches)
     prefill = plan.prefill[0].instance_id if plan.prefill else None
-    return Choice(plan.decode.instance_id, prefill, ledger.open(plan, 1))
+    return Choice(plan.decode.instance_id, prefill, ledger.open(plan, 1, {plan.decode.card.naming: request.blocks}))
 
 
 def _pick(best: Callable[[Request, Snapshot, NodeRecord], float]) -> Policy:
@@ -47,7 +50,7 @@ def _pick(best: Callable[[Request, Snapshot, NodeRecord], float]) -> Policy:
         decode = least([n for n in nodes if n.role is not Role.PREFILL])
         prefill = [n for n in nodes if n.role is Role.PREFILL]
         computes = least(prefill) if prefill else decode
-        entry = ledger.enter(decode, computes, 1, request.num_tokens)
+        entry = ledger.enter(decode, computes, InFlight(1, request.num_tokens))
         return Choice(decode, computes if prefill else None, entry)
 
     return policy
