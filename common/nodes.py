@@ -191,16 +191,20 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, raw: str | bytes) -> NodeRecord:
-        """Raises ValueError on a record that does not parse (an incompatible peer)."""
+        """Raises ValueError on a record that does not parse (an incompatible peer).
+
+        What a newer node says of its load beyond what is known here is left out; of its layout all must be known.
+        """
         try:
             d = json.loads(raw)
             load = d.pop("load")
             accounts = BlockAccounts(**load.pop("accounts"))
+            known = {name: value for name, value in load.items() if name in NodeLoad.__dataclass_fields__}
             return cls(
                 role=Role(d.pop("role")),
                 state=NodeState(d.pop("state")),
                 card=LayoutCard(**d.pop("card")),
-                load=NodeLoad(accounts=accounts, **load),
+                load=NodeLoad(accounts=accounts, **known),
                 links=tuple(Link(**link) for link in d.pop("links")),
                 **d,
             )

@@ -40,6 +40,10 @@ from kvferry.services.engine.sequence import Status
 class Runner(Protocol):
     """Computes one step. Implementations: `TorchRunner`; `FakeRunner` in the tests."""
 
+    @property
+    def num_threads(self) -> int:
+        """With how many the last step ended."""
+
     def execute(self, schedule: Schedule) -> list[SampledToken]:
         """One token for each row that samples, each followed by one for each of its branches, in row order.
 
@@ -326,7 +330,9 @@ class Engine:
             return StepStats()
         num_prompt = schedule.num_prompt_tokens
         num_decodes = schedule.num_tokens - num_prompt
-        self.scheduler.times.note(num_prompt, num_decodes, took_s * 1e3, schedule.num_prompt_positions)
+        self.scheduler.times.note(
+            num_prompt, num_decodes, took_s * 1e3, schedule.num_prompt_positions, self.runner.num_threads
+        )
         self.num_steps += 1
         self.step_ms += (0.2 if self.step_ms else 1.0) * (took_s * 1e3 - self.step_ms)
         preemptions, copied = self.scheduler.take_counts()

@@ -70,6 +70,10 @@ class TorchRunner:
         self.eos_token_ids = eos_token_ids
         self._masks = MaskWorker()
 
+    @property
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
+
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[SampledToken]:
         if self.mirror is not None:

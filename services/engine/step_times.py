@@ -29,7 +29,47 @@ class _Sums:
 
 
 class StepTimes:
-    """Exponentially weighted step times, from which a step's prompt share is sized.
+    """Step times by the number of threads. What is told of them is as of the last step with prompt tokens.
+
+    A step's prompt share is sized for the fewest threads, so that cores that are only lent make no step too long when
+    they are taken back.
+    """
+
+    def __init__(self) -> None:
+        self._by_threads: dict[int, _Fit] = {}
+        self._last = _Fit()
+
+    def note(
+        self, num_prompt_tokens: int, num_decodes: int, step_ms: float, num_positions: int = 0, num_threads: int = 1
+    ) -> None:
+        """`num_positions`: those that the step's prompt tokens attended to, together."""
+        fit = self._by_threads.setdefault(num_threads, _Fit())
+        fit.note(num_prompt_tokens, num_decodes, step_ms, num_positions)
+        if fit.knows_prompts and num_prompt_tokens:
+            self._last = fit
+
+    @property
+    def prompt_token_ms(self) -> float:
+        return self._last.prompt_token_ms
+
+    @property
+    def prompt_position_ms(self) -> float:
+        return self._last.prompt_position_ms
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._last.prefill_tokens_per_s
+
+    def prompt_tokens_within(self, budget_ms: float, decoding: bool, position: int = 0) -> int | None:
+        """Prompt tokens from `position` on that a step of this length has room for; None: nothing measured yet."""
+        measured = [num_threads for num_threads, fit in self._by_threads.items() if fit.knows_prompts]
+        if not measured:
+            return None
+        return self._by_threads[min(measured)].prompt_tokens_within(budget_ms, decoding, position)
+
+
+class _Fit:
+    """Exponentially weighted.
 
     A prompt token takes its share of the dense layers, whatever its position, and attention over the positions before
     it: two terms, fitted by least squares over the last steps. Steps of each depth (to a factor of two) fade among
@@ -44,7 +84,6 @@ class StepTimes:
         self._drift = 0.0  # what the last few steps took over what the fit says
 
     def note(self, num_prompt_tokens: int, num_decodes: int, step_ms: float, num_positions: int = 0) -> None:
-        """`num_positions`: those that the step's prompt tokens attended to, together."""
         if num_prompt_tokens >= 8:
             alone = max(step_ms - (self.decode_ms if num_decodes else 0.0), 0.25 * step_ms, 1e-6)
             self._recent.add(num_prompt_tokens, num_positions, alone)
@@ -76,13 +115,12 @@ class StepTimes:
         """Over many prompts: a step deep in a long one says little of the next."""
         return 1000.0 * self._recent.tokens / self._recent.ms if self._recent.ms else 0.0
 
-    def prompt_tokens_within(self, budget_ms: float, decoding: bool, position: int = 0) -> int | None:
-        """Prompt tokens from `position` on that a step of this length has room for; None before the first measurement.
+    @property
+    def knows_prompts(self) -> bool:
+        return self._drift > 0.0
 
-        `t` tokens take `(token_ms + position_ms * position) * t + position_ms * t * t / 2`.
-        """
-        if not self._drift:
-            return None
+    def prompt_tokens_within(self, budget_ms: float, decoding: bool, position: int) -> int:
+        """`t` tokens take `(token_ms + position_ms * position) * t + position_ms * t * t / 2`."""
         room_ms = (budget_ms - (self.decode_ms if decoding else 0.0)) / self._drift
         each_ms, more_ms = self.prompt_token_ms + self.prompt_position_ms * position, self.prompt_position_ms
         if room_ms <= 0.0:

@@ -56,6 +56,8 @@ def beam_search(prompt: Sequence[int], search: BeamSearch, num_candidates: int) 
 
 
 class FakeRunner:
+    num_threads = 1
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[list[bytes]] = [[b"unwritten"] * block_size for _ in range(num_blocks)]

@@ -64,3 +64,15 @@ def test_a_step_holds_as_many_tokens_as_its_time_has_room_for_at_any_depth(posit
     assert beside is not None
     assert took_ms(position, beside) == pytest.approx(70.0, rel=0.05)
     assert times.prompt_tokens_within(20.0, decoding=True, position=position) == 0
+
+
+def test_steps_with_lent_cores_make_no_step_too_long_when_these_are_taken_back() -> None:
+    times = StepTimes()
+    times.note(50, 0, 50.0, num_threads=2)
+    assert times.prompt_tokens_within(100.0, decoding=False) == 100
+    times.note(50, 0, 100.0, num_threads=1)
+    for _ in range(100):
+        times.note(0, 4, 10.0, num_threads=2)
+        times.note(50, 0, 50.0, num_threads=2)
+    assert times.prompt_tokens_within(100.0, decoding=False) == 50
+    assert times.prefill_tokens_per_s == pytest.approx(1000.0), "what is told of a node is what it does now"

@@ -249,7 +249,7 @@ def test_auto_moves_only_what_is_cheaper_to_move(fleet: Fleet) -> None:
     d0, d1, _ = fleet.d
     context, bandwidth = d1.service._node, d1._puller.bandwidth
     context.config = Config(node=NodeConfig(cached_pull="auto"))
-    d1.engine.scheduler.times.prompt_token_ms = 1.0  # computing what d0 holds: 48 ms
+    d1.engine.scheduler.times.note(10_000, 0, 10_000.0)  # computing what d0 holds: 48 ms
     bandwidth.note(d0.instance, 1_000, 1.0)
     assert promising(context, (d0.holder(HELD),), 0, HELD) == []
     assert d1.metrics.cached_pulls.labels("computing_is_cheaper")._value.get() == 1
