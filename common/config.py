@@ -175,9 +175,7 @@ class GatewayConfig(Section):
     max_ttft: float | None = Field(
         None, gt=0, description="seconds; a request whose first token is predicted to come later is answered with 429"
     )
-    stream_delay_weight: float = Field(
-        4.0, ge=0, description="weight of what streams lose to prompts on decode nodes, against time to first tokens"
-    )
+    stream_delay_weight: float = Field(4.0, ge=0, description="weight of what streams lose to prompts on decode nodes")
     max_resumptions: int = Field(
         3, ge=0, description="times that a request goes on elsewhere after the decode node that ran it was lost"
     )
