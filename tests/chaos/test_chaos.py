@@ -145,15 +145,19 @@ class Chaos:
     async def _restart_what_dies(self) -> None:
         while True:
             await asyncio.sleep(0.2)
-            for number, node in enumerate(self.members):
-                assert node.popen is not None
-                if node.popen.poll() is not None:
-                    self.summary.restarts[node.name] += 1
-                    self.nodes.processes.remove(node)
-                    self.members[number] = self._start(node.name, "", node.port)
+            self._restart_the_dead()
+
+    def _restart_the_dead(self) -> None:
+        for number, node in enumerate(self.members):
+            assert node.popen is not None
+            if node.popen.poll() is not None:
+                self.summary.restarts[node.name] += 1
+                self.nodes.processes.remove(node)
+                self.members[number] = self._start(node.name, "", node.port)
 
     def settle(self) -> int:
         """Blocks and leases that are still owned when everything has had time to end."""
+        self._restart_the_dead()  # with the last answer
         for node in self.members:
             self.nodes.wait_node(node)
         deadline, leaks = time.monotonic() + SETTLE_S, 1

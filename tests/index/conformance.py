@@ -28,7 +28,20 @@ def chain(num_blocks: int, salt: str = "") -> list[bytes]:
 
 
 async def check_a_record_comes_back_as_it_was_announced(connect: Connect) -> None:
-    load = NodeLoad(3, 2, 700, 100, BlockAccounts(10, 20, 30, 25, 15), 4, 812.5, 41.25, 99)
+    load = NodeLoad(
+        num_running=3,
+        num_waiting=2,
+        num_waiting_tokens=700,
+        num_waiting_positions=245_000,
+        num_blocks=100,
+        accounts=BlockAccounts(10, 20, 30, 25, 15),
+        num_leases=4,
+        prefill_tokens_per_s=812.5,
+        prompt_token_ms=1.25,
+        prompt_position_ms=2.5e-5,
+        step_ms=41.25,
+        num_steps=99,
+    )
     record = replace(node("a", role=Role.BOTH), state=NodeState.DRAINING, load=load, metrics_address="h:9")
     await connect().announce(record, TTL_S)
     assert await connect().nodes() == [record]
