@@ -20,6 +20,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", 64 * 2**20),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    # Of pings that measure bandwidth: while one has no answer no keepalive is sent, and by default that is a minute.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

@@ -133,9 +133,10 @@ def test_streams_of_a_frozen_node_go_on_elsewhere_and_it_is_fenced_when_it_wakes
             try:
                 lost = sum(two.node_of(stream) == "d0" and not stream.done for stream in streams.all)
                 assert lost, "the frozen node had nothing to do"
-                while two.resumes("node_lost") < lost:
-                    assert not all(stream.done for stream in streams.all), "streams have ended that a dead node ran"
-                    await asyncio.sleep(0.1)
+                async with asyncio.timeout(30):  # a ping without an answer, not the minute that gRPC gives some
+                    while two.resumes("node_lost") < lost:
+                        assert not all(stream.done for stream in streams.all), "streams have ended that a dead node ran"
+                        await asyncio.sleep(0.1)
             finally:
                 two.decode[0].send(signal.SIGCONT)
         return streams.all
