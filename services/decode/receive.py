@@ -55,7 +55,7 @@ def local_prefill_limit(node: NodeContext) -> int:
     measured = loaded.engine.scheduler.times.prompt_tokens_within(step_ms, decoding=False)
     if measured is None:
         return UNMEASURED_LOCAL_PREFILL_TOKENS
-    return max(measured - loaded.engine.load().num_waiting_tokens, loaded.card.block_size)
+    return max(measured - loaded.engine.num_waiting_tokens, loaded.card.block_size)
 
 
 async def receive(node: NodeContext, request: Request, wanted: Wanted) -> int:

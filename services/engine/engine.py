@@ -155,6 +155,11 @@ class Engine:
             self.pool.unpin(block_ids)
             self._wake()
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        with self._mutex:
+            return self.scheduler.num_waiting_tokens
+
     def load(self) -> NodeLoad:
         """A report of this instant; `num_leases` is the service's to fill in."""
         with self._mutex:

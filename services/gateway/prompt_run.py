@@ -43,10 +43,11 @@ from kvferry.common.requests import (
 from kvferry.common.tracing import Span
 from kvferry.services.gateway.choice import Choice
 from kvferry.services.gateway.intake import Job, PromptJob
+from kvferry.services.gateway.mailbox import Mailbox
 from kvferry.services.gateway.nodes import LedgerEntry, prompt_names
 from kvferry.services.gateway.plan import Plan
 from kvferry.services.gateway.serving import Service
-from kvferry.services.gateway.sessions import Mailbox, Submission
+from kvferry.services.gateway.sessions import Submission
 
 log = logging.getLogger("kvferry.gateway")
 

@@ -24,7 +24,7 @@ from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.gateway.breaker import Breakers
-from kvferry.services.gateway.mailbox import Mailbox as Mailbox
+from kvferry.services.gateway.mailbox import Mailbox
 from kvferry.services.rpc.aio import Dial, open_channel
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
 from kvferry.services.rpc.errors import from_rpc_error
