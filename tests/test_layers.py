@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"common"},
     "rpc": {"common", "proto"},
     "index": {"common"},
-    "transfer": {"common", "proto", "rpc"},
+    "transfer": {"common", "proto", "rpc", "kernels"},
     "engine": {"common", "kernels"},
     "node": _NODE,  # what prefill and decode nodes share
     "prefill": _NODE | {"node"},

@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -62,8 +62,11 @@ class Kernels:
         self._address = {name: self._engine.get_function_address(symbol) for name, symbol in symbols.items()}
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # calls let go of the interpreter lock
         self._function = {name: kind(address) for name, address in self._address.items()}
-        self._parallel = _team_launcher()
         self._recording = threading.local()
+
+    @cached_property
+    def _parallel(self) -> ctypes._NamedFuncPointer | None:
+        return _team_launcher()  # not before there is work for a team: torch is here then, and its OpenMP with it
 
     @property
     def has_teams(self) -> bool:

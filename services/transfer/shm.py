@@ -12,6 +12,7 @@ from functools import partial
 
 from kvferry.common.errors import TransferFailed
 from kvferry.common.fail_points import FailPoints
+from kvferry.kernels.cpu.rows import can_copy_rows
 from kvferry.services.transfer.base import Peer
 from kvferry.services.transfer.copier import Blocks, Copier, copy_blocks, copy_pieces
 from kvferry.services.transfer.heads import view
@@ -26,6 +27,7 @@ class ShmTransport:
         self._fail_points = fail_points or FailPoints()
         self._sources: dict[str, PoolSegment] = {}  # instance id -> its pool, mapped
         self._copier = Copier("shm")
+        can_copy_rows()  # compiled now, where that is still to do, and not in the middle of the first pull
 
     async def open(self, source: Peer) -> None:
         segment = self._attach(source)

@@ -20,13 +20,18 @@ from kvferry.services.transfer.copier import Copier, copy_blocks, copy_pieces
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=20, unique_by=lambda pair: pair[1]),
     block_bytes=st.sampled_from([1, 3, 64]),
+    is_compiled=st.booleans(),
 )
-def test_a_copy_equals_the_loop_over_its_blocks(pairs: list[tuple[int, int]], block_bytes: int) -> None:
+def test_a_copy_equals_the_loop_over_its_blocks(
+    pairs: list[tuple[int, int]], block_bytes: int, is_compiled: bool
+) -> None:
     source = np.random.default_rng(0).integers(1, 255, (20, block_bytes), dtype=np.uint8)
     dest, expected = np.zeros_like(source), np.zeros_like(source)
     for src, dst in pairs:
         expected[dst] = source[src]
-    copy_blocks(source, [src for src, _ in pairs], dest, [dst for _, dst in pairs])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copier, "can_copy_rows", lambda: is_compiled)
+        copy_blocks(source, [src for src, _ in pairs], dest, [dst for _, dst in pairs])
     np.testing.assert_array_equal(dest, expected)
 
 
