@@ -26,7 +26,9 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.local.plan import free_ports
 from kvferry.services.rpc.convert import output_from_pb, submit_to_pb
+from tests.e2e.zygote import Forked
 
+KVFERRY = [sys.executable, "-m", "kvferry.services.local.cli"]
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 600.0
 """For a whole set of prompts on a slow machine: the longest runs take a minute on a quiet one."""
@@ -59,10 +61,13 @@ class Process:
     name: str
     command: list[str]
     log: Path
-    popen: subprocess.Popen[bytes] | None = None
+    popen: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> Self:
         env = NODE_ENVIRON | os.environ
+        if self.command[: len(KVFERRY)] == KVFERRY:
+            self.popen = Forked(self.command[len(KVFERRY) :], env, self.log)
+            return self
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=env)
         return self
@@ -150,7 +155,7 @@ class Cluster:
         self, role: str, *flags: str, wait: bool = True, port: int | None = None, on: Host = HERE, model: str = ""
     ) -> Node:
         port = port or free_port()
-        command = [*on.prefix, sys.executable, "-m", "kvferry.services.local.cli", role]
+        command = [*on.prefix, *KVFERRY, role]
         command += ["--model", model or self.model]
         command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--node-port", str(port)]
         if role != "both":  # it has a partner on this machine, as `kvferry up` would start the two
@@ -176,7 +181,7 @@ class Cluster:
 
     def start_gateway(self, *flags: str, on: Host = HERE) -> Gateway:
         port = free_port()
-        command = [*on.prefix, sys.executable, "-m", "kvferry.services.local.cli", "gateway", "--model", self.model]
+        command = [*on.prefix, *KVFERRY, "gateway", "--model", self.model]
         command += ["--served-model-name", "test", "--redis-url", self.redis_url, "--port", str(port), *flags]
         gateway = Gateway("gateway", command, self.folder / f"gateway-{port}.log", port=port, host=on)
         gateway.start()
@@ -186,6 +191,9 @@ class Cluster:
 
     def stop(self) -> None:
         failures = []
+        for process in reversed(self.processes):
+            if process.name != "redis":  # each takes a second or two to end
+                process.send(signal.SIGTERM)
         for process in reversed(self.processes):
             try:
                 process.stop()
