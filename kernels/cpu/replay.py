@@ -28,6 +28,10 @@ class _Watch(TorchDispatchMode):
         self.tensors: list[Any] = []
         self.foreign: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what keeps torch.compile out imports it first, and Triton with it: 150 MB, and a second or two
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.tensors.append(result)

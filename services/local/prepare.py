@@ -24,12 +24,17 @@ from typing import IO, TextIO
 from kvferry.common.config import nearest
 from kvferry.common.errors import ModelLoadError
 from kvferry.common.models import ALIASES, WheelModel, alias_dir, cache_dir, missing_files
-from kvferry.services.local.convert import convert_gguf
 from kvferry.services.local.progress import Progress
 
 Convert = Callable[[Path, Path, Callable[[float], None]], None]
 
 _CHUNK_BYTES = 2**20
+
+
+def _convert_gguf(source: Path, into: Path, progress: Callable[[float], None]) -> None:
+    from kvferry.services.local.convert import convert_gguf  # and numpy, which `kvferry up` would then keep
+
+    convert_gguf(source, into, progress)
 
 
 def is_prepared(alias: str) -> bool:
@@ -38,7 +43,7 @@ def is_prepared(alias: str) -> bool:
 
 
 def prepare_model(
-    alias: str, *, force: bool = False, out: TextIO | None = None, convert: Convert = convert_gguf
+    alias: str, *, force: bool = False, out: TextIO | None = None, convert: Convert = _convert_gguf
 ) -> Path:
     """The prepared folder of `alias`; does nothing when it is there (unless `force`).
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from kvferry.common.requests import SamplingParams
 from kvferry.services.gateway.text import Detokenizer
@@ -251,3 +252,12 @@ def test_the_models_generation_config_is_the_default_unless_it_is_switched_off(
         split.nodes.processes.remove(gateway)
     assert texts[0] == greedy
     assert texts[1] == split.complete(prompt, temperature=5, seed=3)["choices"][0]["text"] != greedy
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels need Triton")
+def test_no_node_loads_a_compiler_to_serve_on_a_cpu(split: Split) -> None:
+    """Triton and torch's own compiler take 150 MB and a second or two, which a node's first decode step would wait."""
+    for fields in CASES.values():
+        split.complete("compiled or not", **fields)
+    for node in (split.prefill, split.decode):
+        assert "libtriton" not in Path(f"/proc/{node.pid}/maps").read_text()
