@@ -214,7 +214,11 @@ class Scheduler:
             return self.limits.max_num_batched_tokens
         deepest = max((seq.num_computed_tokens for seq in self.running if seq.num_uncomputed_tokens > 1), default=0)
         fit = self.times.prompt_tokens_within(self.limits.max_step_ms, decoding, deepest)
-        return max(fit, 16) if fit is not None else 32
+        if fit is None:
+            return 32
+        if (wait_ms := self.limits.max_prompt_wait_ms) is not None:
+            fit = max(fit, self.times.prompt_tokens_per_step(self.num_waiting_tokens, wait_ms))
+        return max(fit, 16)
 
     def _add_row(self, step: Schedule, seq: Sequence, budget: int) -> int:
         count = min(seq.num_uncomputed_tokens, budget, self.limits.long_prefill_token_threshold or budget)

@@ -67,6 +67,16 @@ class StepTimes:
             return None
         return self._by_threads[min(measured)].prompt_tokens_within(budget_ms, decoding, position)
 
+    def prompt_tokens_per_step(self, num_tokens: int, within_ms: float) -> int:
+        """How many of `num_tokens` each step has to take for all to be done in that time beside streams."""
+        fit = self._last
+        if not fit.knows_prompts:
+            return 0
+        spare_ms = within_ms - 1000.0 * num_tokens / fit.prefill_tokens_per_s
+        if spare_ms <= fit.decode_ms:
+            return num_tokens
+        return math.ceil(num_tokens * fit.decode_ms / spare_ms)
+
 
 class _Fit:
     """Exponentially weighted.

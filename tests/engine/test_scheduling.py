@@ -11,6 +11,7 @@ from kvferry.common.nodes import num_positions
 from kvferry.common.requests import SamplingParams
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.outputs import StepReport
+from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.engine.waiting import MAX_OVERTAKEN
 from tests.engine.engine_machine import BLOCK, EngineMachine, make_engine, make_sequence
 from tests.engine.fake_runner import generate
@@ -177,3 +178,30 @@ def test_a_sequence_is_preempted_at_most_so_often_and_then_runs_to_its_end(most:
     for key, seq in sequences.items():
         got = [token.token_id for report in reports for token in report.tokens if token.key == key]
         assert got == generate(seq.token_ids[:5], 30)
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "limits", "expected"),
+    [
+        (40, {}, 40),
+        (40, {"max_step_ms": 30.0}, 20),  # 10 ms for the streams, 1 ms for each token
+        (40, {"max_step_ms": 30.0, "max_prompt_wait_ms": 400.0}, 20),
+        (300, {"max_step_ms": 30.0, "max_prompt_wait_ms": 400.0}, 30),  # 10 steps, whose streams take the other 100 ms
+        (300, {"max_step_ms": 30.0}, 20),
+        (500, {"max_step_ms": 30.0, "max_prompt_wait_ms": 400.0}, 500),
+    ],
+)
+def test_prompts_beside_streams_get_what_a_step_has_room_for_or_what_their_wait_demands(
+    num_waiting: int, limits: dict[str, float], expected: int
+) -> None:
+    engine, _, _ = make_engine(max_num_batched_tokens=1000, num_blocks=1000, **limits)
+    submit(engine, "stream", 4, 50)
+    engine.step()
+    scheduler = engine.scheduler
+    scheduler.times = StepTimes()
+    for _ in range(50):
+        scheduler.times.note(0, 1, 10.0)
+        scheduler.times.note(100, 1, 110.0)
+    submit(engine, "prompt", num_waiting)
+    rows = {row.sequence.key: row.num_tokens for row in scheduler.schedule().rows}
+    assert rows == {"stream": 1, "prompt": expected}
