@@ -30,6 +30,7 @@ class Sizes:
     context: int = 4096
     chunk: int = 1024
     num_tokens: int = 2048  # of a step full of prompts
+    num_layers: int = 4  # of a whole decode step
 
 
 @dataclass(frozen=True)

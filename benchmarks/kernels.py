@@ -1,7 +1,7 @@
 """GPU kernels against the machine's own ceilings and their peers. Says nothing of speed while a result is wrong.
 
 `python -m benchmarks kernels [--dtype bfloat16] [--json FILE]`. Ceilings are measured here: the bandwidth of a copy in
-memory, the rate of torch's product of large matrices.
+memory, the rate of torch's product of large matrices. Kernels, then whole decode steps as a CUDA graph and without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ def main(argv: Sequence[str] = ()) -> int:
     if not torch.cuda.is_available() or find_spec("triton") is None:
         print("no NVIDIA GPU (or no triton) here: GPU kernels are not measured", file=sys.stderr)
         return 2
+    from benchmarks.decode_step import step_cases
     from benchmarks.kernel_cases import Sizes, cases
 
     dtype, device = getattr(torch, args.dtype), torch.device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
-    for case in cases(Sizes(), dtype, device):
+    for case in chain(cases(Sizes(), dtype, device), step_cases(Sizes(), dtype, device)):
         if problem := check(case, dtype):
             print(f"{case.name}: {problem}; no speed is reported", file=sys.stderr)
             return 1

@@ -36,7 +36,9 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 TransportName = Literal["shm", "ucx", "grpc"]
 DECODE_MAX_STEP_MS = 100.0
-"""`max_step_ms` of decode nodes, where none is given; on others prompts may then fill the whole token budget."""
+"""`max_step_ms` of decode nodes, where none is given; on prefill nodes prompts may then fill the whole token budget."""
+BOTH_MAX_STEP_MS, BOTH_MAX_PROMPT_WAIT_MS = 75.0, 4000.0
+"""Those of nodes that do both, where no `max_step_ms` is given: past that wait, waiting prompts come before streams."""
 
 
 class Section(BaseModel):
@@ -77,12 +79,14 @@ class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to compute (auto: cuda where there is one)"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="how weights are kept (on CPU)")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="how weights are kept, and on GPU what is computed in (on CPU: float32)"
+    )
     quantization: Literal["int8"] | None = Field(
         None, description="keep the dense layers' weights as int8, rounded at load (on CPU)"
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="how KV blocks are kept (auto: float32; 16 bits on CPU: half the memory)"
+        "auto", description="how KV blocks are kept (auto: on CPU float32, on GPU as dtype; 16 bits: half the memory)"
     )
     kv_cache_memory: Bytes | None = Field(
         None, ge=1, description="bytes of KV pool (default: on CPU 512MiB, on GPU by gpu-memory-utilization)"
@@ -95,7 +99,10 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(128, ge=1, description="sequences per step")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens per step (default: CPU 256, GPU 2048)")
     max_step_ms: float | None = Field(
-        None, gt=0, description="target length of a step with prompts beside streams (default: 100 on decode nodes)"
+        None,
+        gt=0,
+        description="target length of a step with prompts beside streams (default: 100 on decode nodes, 75 on nodes "
+        "that do both, as long as prompts then wait less than 4 s)",
     )
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait on a node")
     max_num_waiting_tokens: int = Field(524_288, ge=1, description="prompt tokens that may wait on a node")
@@ -108,6 +115,7 @@ class EngineConfig(Section):
     batch_invariant: bool = Field(
         False, description="on GPU: the same bits whatever runs beside a request (on CPU in float32 always so)"
     )
+    enforce_eager: bool = Field(False, description="start every kernel from Python: no CUDA graphs, on CPU no replays")
     num_threads: int | None = Field(None, ge=1, description="compute threads (default: cores this process may use)")
     core_board: str | None = Field(
         None, description="on CPU: file by which nodes of a machine lend each other idle cores (kvferry up makes one)"

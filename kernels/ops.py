@@ -55,7 +55,7 @@ def numerics_id(
         return found
     from kvferry.kernels.triton import numerics as gpu_numerics
 
-    return f"{found}-{gpu_numerics.numerics_id(dtype, batch_invariant)}"
+    return f"{found}-{gpu_numerics.numerics_id(dtype, batch_invariant, kv_dtype or dtype)}"
 
 
 def _is_compiled(x: torch.Tensor) -> bool:
@@ -138,7 +138,8 @@ def rotary_and_write_kv(
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] is overwritten. Queries and keys are normalised first
     where `q_norm` and `k_norm` [head_dim] are given, then rotated: `cos_sin` [num_tokens, head_dim] float32 holds each
     token's cosines, then its sines. `slot_mapping` [num_tokens] int64 is block * block_size + slot; no slot may occur
-    twice or lie outside the pool. -> [num_tokens, num_heads, head_dim], a view of `qkv` or not.
+    twice or lie outside the pool; on a GPU a token whose slot is -1 is written nowhere.
+    -> [num_tokens, num_heads, head_dim], a view of `qkv` or not.
     """
     num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
     num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -194,13 +195,13 @@ def pack_linear(
     """A dense layer that maps [num_tokens, width] to [num_tokens, out]; `weight` is [out, width], `bias` [out].
 
     `batch_invariant` chooses on a GPU between our kernel and torch's, `weight_format` on a CPU how weights are kept:
-    narrower ones are rounded now, and multiplied in float32. The arguments are not kept on CPU, where weights are
-    repacked: the caller may free them.
+    narrower ones are rounded now, and multiplied in float32. Elsewhere they stay in the dtype that they come in. The
+    arguments are not kept on CPU, where weights are repacked: the caller may free them.
     """
-    if weight_format != "float32":
-        if weight.device.type != "cpu":
-            raise ValueError(f"weights are kept as {weight_format} on a CPU only, not on {weight.device.type}")
+    if weight.device.type == "cpu" and weight_format != "float32":
         return NarrowLinear(weight, bias, weight_format)
+    if weight_format not in ("float32", str(weight.dtype).removeprefix("torch.")):
+        raise ValueError(f"{weight.dtype} weights become {weight_format} on a CPU only, not on {weight.device.type}")
     if batch_invariant and _is_gpu(weight):
         from kvferry.kernels.triton.dense import InvariantLinear
 
@@ -213,7 +214,7 @@ class AttentionPlan:
     """Which keys each query row of one step sees. Made once per step, used by every layer."""
 
     block_tables: torch.Tensor  # [num_seqs, max_num_blocks] int64
-    query_starts: tuple[int, ...]  # num_seqs + 1
+    query_starts: tuple[int, ...]  # num_seqs + 1; both are empty where only the device knows
     context_lens: tuple[int, ...]  # num_seqs
     cpu: cpu_attention.AttentionPlan | None
     gpu: gpu_attention_types.AttentionPlan | None
@@ -248,6 +249,29 @@ def plan_attention(
 
         gpu = gpu_attention.plan_attention(kv_cache, block_tables, query_starts, context_lens, num_heads)
     return AttentionPlan(block_tables, tuple(query_starts), tuple(context_lens), cpu, gpu)
+
+
+def can_capture(kv_cache: torch.Tensor) -> bool:
+    """Whether decodes over this pool run by kernels alone, so that they may be captured as a CUDA graph."""
+    return _is_gpu(kv_cache)
+
+
+def plan_decodes(
+    kv_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, num_heads: int
+) -> AttentionPlan:
+    """Like `plan_attention` of sequences with one query row each, for pools that `can_capture` accepts.
+
+    `context_lens` [num_seqs] lies on the device and is not looked at, so that the plan may be made inside of a CUDA
+    graph: launches depend on shapes alone. The same bits for each row; columns of `block_tables` cost scratch memory.
+    """
+    from kvferry.kernels.triton import attention as gpu_attention
+
+    if block_tables.dtype != torch.int64 or block_tables.shape[:1] != context_lens.shape:
+        raise ValueError(
+            f"block tables {tuple(block_tables.shape)} of {block_tables.dtype}, {len(context_lens)} lengths"
+        )
+    gpu = gpu_attention.plan_decodes(kv_cache, block_tables, context_lens, num_heads)
+    return AttentionPlan(block_tables, (), (), None, gpu)
 
 
 def refill_plan(plan: AttentionPlan, other: AttentionPlan) -> None:

@@ -48,8 +48,9 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def write_kv(
     kv_cache: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Rounds to the pool's dtype: to the nearest, of two to the even one."""
-    block_size = kv_cache.shape[4]
+    """Rounds to the pool's dtype: to the nearest, of two to the even one. A negative slot is written nowhere."""
+    block_size, written = kv_cache.shape[4], slot_mapping >= 0
+    key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     blocks, slots = slot_mapping // block_size, slot_mapping % block_size
     kv_cache[blocks, layer, 0, :, slots] = key.to(kv_cache.dtype)
     kv_cache[blocks, layer, 1, :, slots] = value.to(kv_cache.dtype)

@@ -22,6 +22,9 @@ SPLIT_KEYS = 256
 
 MAX_SCRATCH_BYTES = 256 * 2**20
 
+GRAPH_PROGRAMS = 1024
+"""Programs that share the splits of a captured decode step: a few for each processor of a large GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -45,12 +48,13 @@ class Items:
 
     items: torch.Tensor  # int32 [num_items, 5], as in the kernel
     num_splits: int  # the most that one item has
+    num_programs: int  # that take an item's splits in turn
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     walked: Items  # a program takes all keys
-    split: Items  # a program takes the keys of one split
+    split: Items  # several programs take its splits
     split_rows: torch.Tensor  # int32 [num_split_tokens, 2]: query row, number of keys
     block_tables: torch.Tensor  # int64 [num_seqs, max_num_blocks], contiguous
     group: int
@@ -80,7 +84,7 @@ def plan_attention(
     short = [span for span in spans if span[2] - span[1] <= tokens and span[3] + span[2] - span[1] > SPLIT_KEYS]
     num_splits = max((-(-(context + stop - start) // SPLIT_KEYS) for _, start, stop, context in short), default=0)
     num_split_tokens = sum(stop - start for _, start, stop, _ in short)
-    if num_split_tokens * num_splits * num_heads * head_dim * 4 > MAX_SCRATCH_BYTES:
+    if _scratch_bytes(num_split_tokens, num_splits, num_heads, head_dim) > MAX_SCRATCH_BYTES:
         short = []
     alone = {span[0] for span in short}
     walked: list[tuple[int, ...]] = []
@@ -95,14 +99,40 @@ def plan_attention(
             walked.append((i, first, min(tokens, stop - first), context + first - start, 0))
     walked.sort(key=lambda item: -item[3] - item[2])  # the longest first: programs end at about the same time
     device = block_tables.device
+    num_splits = num_splits if split else 1
     return AttentionPlan(
-        walked=Items(_int32(walked, 5, device), 1),
-        split=Items(_int32(split, 5, device), num_splits if split else 1),
+        walked=Items(_int32(walked, 5, device), 1, 1),
+        split=Items(_int32(split, 5, device), num_splits, num_splits),
         split_rows=_int32(split_rows, 2, device),
         block_tables=block_tables.contiguous(),
         group=group,
         tile=tile,
     )
+
+
+def plan_decodes(
+    kv_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, num_heads: int
+) -> AttentionPlan:
+    """As `ops.plan_decodes`: all sequences in one schedule, for as many splits as their block tables have room for."""
+    _, _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_rows, max_num_blocks = block_tables.shape
+    num_splits = -(-max_num_blocks * block_size // SPLIT_KEYS)
+    num_programs = max(1, GRAPH_PROGRAMS // (num_rows * num_kv_heads))
+    row = torch.arange(num_rows, dtype=torch.int32, device=block_tables.device)
+    context = context_lens.to(torch.int32)
+    items = torch.stack((row, row, torch.ones_like(row), context, row), 1)
+    split_rows = torch.stack((row, context + 1), 1)
+    if _scratch_bytes(num_rows, num_splits, num_heads, head_dim) > MAX_SCRATCH_BYTES:
+        walked, split, split_rows = Items(items, 1, 1), Items(items[:0], 1, 1), split_rows[:0]
+    else:
+        walked, split = Items(items[:0], 1, 1), Items(items, num_splits, min(num_splits, num_programs))
+    group = num_heads // num_kv_heads
+    tile = _tile(kv_cache.element_size(), group)
+    return AttentionPlan(walked, split, split_rows, block_tables.contiguous(), group, tile)
+
+
+def _scratch_bytes(num_tokens: int, num_splits: int, num_heads: int, head_dim: int) -> int:
+    return num_tokens * num_splits * num_heads * head_dim * 4
 
 
 def _int32(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
@@ -153,7 +183,7 @@ def _attend(
     tile = plan.tile
     launch(
         jit.paged_attention,
-        (len(items.items), num_kv_heads, items.num_splits),
+        (len(items.items), num_kv_heads, items.num_programs),
         query,
         kv_cache,
         out,

@@ -17,6 +17,7 @@ Option = int | bool
 @dataclass(frozen=True, slots=True)
 class Launch:
     kernel: Any  # what `triton.jit` made
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]  # by name: the kernel's constexpr parameters
     options: dict[str, Option]  # of the compiler: num_warps, num_stages, enable_fp_fusion
@@ -44,7 +45,7 @@ def launch(
 ) -> None:
     """Runs `kernel` on every point of `grid`; an empty grid is no error."""
     if (record := _record.get()) is not None:
-        record.append(Launch(kernel, arguments, constants, options or {}))
+        record.append(Launch(kernel, grid, arguments, constants, options or {}))
     elif 0 not in grid:
         kernel[grid](*arguments, **constants, **(options or {}))
 

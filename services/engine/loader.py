@@ -32,7 +32,7 @@ def load_model(
     batch_invariant: bool = False,
     weight_format: ops.WeightFormat = "float32",
 ) -> LlamaModel:
-    """`dtype` is what is computed in, `weight_format` what the dense layers' weights are kept as, the head's too.
+    """`dtype` is what is computed in, `weight_format` what a CPU keeps the dense layers' weights as, the head's too.
 
     Raises ModelLoadError that names what is wrong with the folder, its config or its tensors."""
     config = ModelConfig.from_folder(folder)
@@ -64,11 +64,18 @@ def load_model(
             down=linear(mlp, ("down_proj",), config.mlp_bias),
         )
 
+    embedding = read(EMBEDDING)
+    is_shared = config.tied_head and device.type != "cpu"  # there it is repacked, from a mapping that then ends
     weights = ModelWeights(
-        embedding=read(EMBEDDING),
+        embedding=embedding,
         layers=tuple(layer(f"model.layers.{i}") for i in range(config.num_layers)),
         final_norm=own("model.norm.weight"),
-        head=ops.pack_linear(read(EMBEDDING if config.tied_head else HEAD), None, batch_invariant, weight_format),
+        head=ops.pack_linear(
+            embedding if is_shared else read(EMBEDDING if config.tied_head else HEAD),
+            None,
+            batch_invariant,
+            weight_format,
+        ),
     )
     _return_freed_memory()
     return LlamaModel(config, weights)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import ops
 from kvferry.services.engine.batch import Batch
+from kvferry.services.engine.cuda_graphs import Capture, DecodeGraphs, DecodeRows
 from kvferry.services.engine.decode_replays import DecodeReplays, LayerInputs
 from kvferry.services.engine.model_config import ModelConfig, RopeConfig
 
@@ -48,6 +49,9 @@ class LlamaModel:
         self.device = weights.embedding.device
         self.choose_threads: Callable[[], None] | None = None
         """Called before a step's layers and, where it is not a replay, before each: it may change torch's threads."""
+        self.enforce_eager = False
+        """Whether no decode step is recorded and replayed on CPU."""
+        self._decode_graphs: DecodeGraphs | None = None
         self._decode_replays = DecodeReplays()
         self._next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
         self._rope_table = rope_table(config.rope, config.head_dim, config.max_position_embeddings).to(self.device)
@@ -69,16 +73,37 @@ class LlamaModel:
         """
         if self.choose_threads is not None:
             self.choose_threads()
-        config, weights = self.config, self.weights
-        cos_sin = self._rope_table[batch.positions]  # [num_tokens, head_dim]
+        if self._decode_graphs is not None and self._decode_graphs.takes(batch, kv_cache):
+            return self._decode_graphs.run(batch)
         plan = ops.plan_attention(
-            kv_cache, batch.block_tables, batch.query_starts, batch.context_lens, config.num_heads
+            kv_cache, batch.block_tables, batch.query_starts, batch.context_lens, self.config.num_heads
         )
-        hidden = F.embedding(batch.token_ids, weights.embedding)  # [num_tokens, hidden_size]
-        inputs = LayerInputs(hidden, cos_sin, batch.slot_mapping, plan)
-        if self._decode_replays.takes(inputs):
+        inputs = self._inputs(batch.token_ids, batch.positions, batch.slot_mapping, plan)
+        if not self.enforce_eager and self._decode_replays.takes(inputs):
             return self._decode_replays.run(inputs, kv_cache, self._layers)
         return self._layers(inputs, kv_cache, self.choose_threads)
+
+    def capture_decodes(
+        self, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int, capture: Capture | None = None
+    ) -> bool:
+        """Captures decode steps over this pool, on a GPU as CUDA graphs, for `hidden` -> False: not possible here."""
+        if not ops.can_capture(kv_cache):
+            return False
+        self._decode_graphs = DecodeGraphs(self._decode, kv_cache, max_num_seqs, max_model_len, capture)
+        return True
+
+    @torch.inference_mode()
+    def _decode(self, rows: DecodeRows, kv_cache: torch.Tensor) -> torch.Tensor:
+        """As `hidden`, of decodes alone, by kernels whose launches depend on shapes alone."""
+        plan = ops.plan_decodes(kv_cache, rows.block_tables, rows.positions, self.config.num_heads)
+        return self._layers(self._inputs(rows.token_ids, rows.positions, rows.slot_mapping, plan), kv_cache)
+
+    def _inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, plan: ops.AttentionPlan
+    ) -> LayerInputs:
+        hidden = F.embedding(token_ids, self.weights.embedding)  # [num_tokens, hidden_size]
+        cos_sin = self._rope_table[positions]  # [num_tokens, head_dim]
+        return LayerInputs(hidden, cos_sin, slot_mapping, plan)
 
     def _layers(
         self, inputs: LayerInputs, kv_cache: torch.Tensor, choose_threads: Callable[[], None] | None = None

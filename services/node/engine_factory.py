@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 
 import kvferry
-from kvferry.common.config import DECODE_MAX_STEP_MS, Config, EngineConfig
+from kvferry.common.config import (
+    BOTH_MAX_PROMPT_WAIT_MS,
+    BOTH_MAX_STEP_MS,
+    DECODE_MAX_STEP_MS,
+    Config,
+    EngineConfig,
+)
 from kvferry.common.core_board import CoreBoard
 from kvferry.common.cores import available_cores
 from kvferry.common.errors import ConfigError
@@ -23,6 +29,7 @@ from kvferry.services.engine.grammar import Grammars
 from kvferry.services.engine.host_mirror import HostMirror
 from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.loader import is_batch_invariant, load_model, model_fingerprint, numerics_id
+from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
@@ -33,9 +40,8 @@ log = logging.getLogger("kvferry.node")
 
 CPU_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
-GPU_WORKSPACE_BYTES = 2**30
-"""Of a GPU's share, what steps need for activations and logits."""
-_DTYPE = torch.float32
+GPU_WORKSPACE_BYTES = 3 * 2**29
+"""Of a GPU's share, what steps need for activations and logits, and captured ones once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +63,18 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     folder = resolve_model(config.cluster.model)
     log.info("loading %s", folder)
     device = _device(config.engine.device)
-    invariant = is_batch_invariant(device, _DTYPE, config.engine.batch_invariant)
+    dtype, kv_dtype = dtypes(config.engine, device)
+    invariant = is_batch_invariant(device, dtype, config.engine.batch_invariant)
     if config.engine.batch_invariant and not invariant:
         raise ConfigError(f"batch_invariant: no kernel for {device.type} promises it here; is triton installed?")
     weight_format = config.engine.weight_format
-    if weight_format != "float32" and device.type != "cpu":
-        raise ConfigError(f"weights are kept as {weight_format} on CPU only, and this node computes on {device.type}")
-    kv_dtype = _kv_dtype(config.engine, device)
-    model = load_model(folder, _DTYPE, device, config.engine.batch_invariant, weight_format)
+    model = load_model(folder, dtype, device, config.engine.batch_invariant, weight_format)
+    model.enforce_eager = config.engine.enforce_eager
     core_board = None
     if config.engine.core_board is not None and device.type == "cpu":
         core_board = CoreBoard(Path(config.engine.core_board), num_threads, available_cores())
         model.choose_threads = partial(_choose_threads, core_board)
-    card = _card(folder, model.config, config.engine, device, kv_dtype)
+    card = _card(folder, model.config, config.engine, device)
     num_blocks = _num_blocks(config.engine, card, device)
     max_model_len = _max_model_len(config.engine, model.config, num_blocks)
     segment = _segment(config, instance_id, num_blocks, card.block_bytes)
@@ -77,12 +82,16 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     host = host.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
     kv_cache = host if device.type == "cpu" else torch.empty_like(host, device=device)
     mirror = None if kv_cache is host else HostMirror(kv_cache, host)
+    if device.type == "cuda" and not config.engine.enforce_eager:
+        _capture_decodes(model, kv_cache, config.engine.max_num_seqs, max_model_len)
     eos = tuple(model.config.eos_token_ids)
+    max_step_ms, max_prompt_wait_ms = _step_limits(config.engine, role)
     limits = SchedulerLimits(
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=(config.engine.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type]),
         max_num_waiting=config.engine.max_num_waiting,
-        max_step_ms=config.engine.max_step_ms or (DECODE_MAX_STEP_MS if role is Role.DECODE else None),
+        max_step_ms=max_step_ms,
+        max_prompt_wait_ms=max_prompt_wait_ms,
         max_num_waiting_tokens=config.engine.max_num_waiting_tokens,
         policy=config.engine.scheduling_policy,
         long_prefill_token_threshold=config.engine.long_prefill_token_threshold,
@@ -114,22 +123,37 @@ def _choose_threads(core_board: CoreBoard) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _kv_dtype(engine: EngineConfig, device: torch.device) -> torch.dtype:
-    dtype: torch.dtype = _DTYPE if engine.kv_cache_dtype == "auto" else getattr(torch, engine.kv_cache_dtype)
-    if dtype != _DTYPE and device.type != "cpu":
+def dtypes(engine: EngineConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """What is computed in, and what KV blocks are kept as."""
+    kept = engine.kv_cache_dtype
+    if device.type == "cpu":
+        return torch.float32, torch.float32 if kept == "auto" else getattr(torch, kept)
+    if engine.quantization is not None:
         raise ConfigError(
-            f"kv_cache_dtype {engine.kv_cache_dtype}: KV blocks are kept in 16 bits on CPU only, and this node "
-            f"computes on {device.type}: use auto or float32"
+            f"weights are kept as {engine.quantization} on CPU only, and this node computes on {device.type}"
         )
-    return dtype
+    if kept not in ("auto", engine.dtype):
+        raise ConfigError(
+            f"kv_cache_dtype {kept}: on {device.type} KV blocks are kept as the model computes, in {engine.dtype} "
+            f"(dtype): use auto, or the same for both"
+        )
+    dtype = getattr(torch, engine.dtype)
+    return dtype, dtype
 
 
-def _card(
-    folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device, kv_dtype: torch.dtype
-) -> LayoutCard:
+def _capture_decodes(model: LlamaModel, kv_cache: torch.Tensor, max_num_seqs: int, max_model_len: int) -> None:
+    try:
+        if not model.capture_decodes(kv_cache, max_num_seqs, max_model_len):
+            log.warning("no CUDA graphs for decode steps: they need triton's kernels")
+    except RuntimeError as exc:
+        raise ConfigError(f"decode steps cannot be captured as CUDA graphs, set enforce_eager: {exc}") from exc
+
+
+def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.device) -> LayoutCard:
+    dtype, kv_dtype = dtypes(engine, device)
     return LayoutCard(
-        model_fingerprint=model_fingerprint(folder, _DTYPE, engine.weight_format, kv_dtype),
-        numerics_id=numerics_id(device, _DTYPE, engine.batch_invariant, engine.weight_format, kv_dtype),
+        model_fingerprint=model_fingerprint(folder, dtype, engine.weight_format, kv_dtype),
+        numerics_id=numerics_id(device, dtype, engine.batch_invariant, engine.weight_format, kv_dtype),
         dtype=str(kv_dtype).removeprefix("torch."),
         block_size=engine.block_size,
         num_layers=model.num_layers,
@@ -145,6 +169,15 @@ def _device(wanted: str) -> torch.device:
         built = torch.version.cuda and f"is built for CUDA {torch.version.cuda} but finds no GPU"
         raise ConfigError(f"device cuda: torch {torch.__version__} {built or 'is a build for CPUs'}; use --device cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _step_limits(engine: EngineConfig, role: Role) -> tuple[float | None, float | None]:
+    """`max_step_ms`, and `max_prompt_wait_ms`, which only a default has: what the operator asks for is kept."""
+    if engine.max_step_ms is not None:
+        return engine.max_step_ms, None
+    if role is Role.BOTH:
+        return BOTH_MAX_STEP_MS, BOTH_MAX_PROMPT_WAIT_MS
+    return (DECODE_MAX_STEP_MS if role is Role.DECODE else None), None
 
 
 def _num_blocks(engine: EngineConfig, card: LayoutCard, device: torch.device) -> int:
@@ -166,7 +199,7 @@ def gpu_kv_cache_bytes(free: int, total: int, utilization: float) -> int:
     if memory <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {utilization:g} of {total / 2**30:.1f} GiB leaves nothing for KV blocks: "
-            f"{used / 2**30:.1f} GiB are in use and {GPU_WORKSPACE_BYTES / 2**30:.0f} GiB are kept for steps"
+            f"{used / 2**30:.1f} GiB are in use and {GPU_WORKSPACE_BYTES / 2**30:.1f} GiB are kept for steps"
         )
     return memory
 

@@ -35,9 +35,18 @@ class PagedModel:
         config = model.config
         dims = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.model, self.block_size = model, block_size
-        self.kv_cache = torch.full(dims, torch.nan, dtype=kv_dtype or model.dtype)
+        self.kv_cache = torch.full(dims, torch.nan, dtype=kv_dtype or model.dtype, device=model.device)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self._free: list[int] = order.tolist()
+
+    def take_blocks(self, num_tokens: int) -> list[int]:
+        """Blocks with random keys and values for so many positions, the same in every pool."""
+        table = [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
+        generator = torch.Generator().manual_seed(num_tokens)
+        for i, block in enumerate(table):
+            filled = self.kv_cache[block, :, :, :, : num_tokens - i * self.block_size]
+            filled.copy_(torch.randn(filled.shape, generator=generator))
+        return table
 
     def step(
         self, work: Sequence[tuple[PagedSequence, int]], wanted: Literal["last", "all", "none"] = "last"
@@ -54,14 +63,15 @@ class PagedModel:
             starts.append(len(token_ids))
         width = max(len(seq.table) for seq, _ in work)
         rows = {"last": [start - 1 for start in starts[1:]], "all": list(range(len(token_ids))), "none": []}[wanted]
+        device = self.model.device
         batch = Batch(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_tables=torch.tensor([seq.table + [0] * (width - len(seq.table)) for seq, _ in work]),
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+            block_tables=torch.tensor([seq.table + [0] * (width - len(seq.table)) for seq, _ in work], device=device),
             query_starts=tuple(starts),
             context_lens=tuple(seq.num_computed for seq, _ in work),
-            logit_rows=torch.tensor(rows, dtype=torch.int64),
+            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         )
         logits = self.model.forward(batch, self.kv_cache)
         for seq, count in work:

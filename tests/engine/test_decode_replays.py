@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.services.engine import decode_replays
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from tests.engine.paging import PagedModel, PagedSequence
@@ -43,14 +42,12 @@ def decoded(model: LlamaModel, seed: int, kv_dtype: torch.dtype = torch.float32)
         ("Qwen3ForCausalLM", torch.float16),
     ],
 )
-def test_replayed_steps_have_the_bits_of_the_others(
-    architecture: str, kv_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_steps_have_the_bits_of_the_others(architecture: str, kv_dtype: torch.dtype, tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path, architecture=architecture), torch.float32, weight_format="int8")
-    monkeypatch.setattr(decode_replays, "MAX_ROWS", 0)
+    model.enforce_eager = True
     expected = decoded(model, 1, kv_dtype)
     assert model._decode_replays._found == {}
-    monkeypatch.undo()
+    model.enforce_eager = False
     for count in (1, 2):
         with threads(count):
             for seed in (1, 2):  # two pools

@@ -44,8 +44,9 @@ class Node:
 
 def make_node(model: LlamaModel, mirrored: bool) -> Node:
     c = model.config
-    pool = torch.full((NUM_BLOCKS, c.num_layers, 2, c.num_kv_heads, BLOCK, c.head_dim), torch.nan)
-    host = torch.full_like(pool, torch.nan) if mirrored else pool
+    dims = (NUM_BLOCKS, c.num_layers, 2, c.num_kv_heads, BLOCK, c.head_dim)
+    pool = torch.full(dims, torch.nan, dtype=model.dtype, device=model.device)
+    host = torch.full_like(pool, torch.nan, device="cpu") if mirrored else pool
     runner = TorchRunner(model, pool, (), HostMirror(pool, host) if mirrored else None)
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=40, max_num_waiting=8)
     reports: list[StepReport] = []

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvferry.common.errors import ModelLoadError
+from kvferry.kernels.ops import TorchLinear
 from kvferry.services.engine.loader import load_model, model_fingerprint, numerics_id
 from tests.engine.paging import PagedModel
 from tests.tiny_model import TinyShape, write_tiny_model, write_weights
@@ -38,6 +39,20 @@ def test_a_tied_model_may_hold_its_head_as_well(tmp_path: Path) -> None:
     expected, weights = logits(folder), weights_of(folder)
     write_weights(folder, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
     assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_and_the_embedding_are_one_tensor_where_nothing_is_repacked(tied: bool, tmp_path: Path) -> None:
+    """As on a GPU; "meta" is a device without memory."""
+    model = load_model(write_tiny_model(tmp_path, tied=tied), torch.bfloat16, "meta", weight_format="bfloat16")
+    assert isinstance(model.weights.head, TorchLinear)
+    assert (model.weights.head._weight is model.weights.embedding) == tied
+    assert model.weights.head._weight.dtype == model.dtype == torch.bfloat16
+
+
+def test_weights_that_only_a_cpu_can_keep_are_refused_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 weights become int8 on a CPU only, not on meta"):
+        load_model(write_tiny_model(tmp_path), torch.bfloat16, "meta", weight_format="int8")
 
 
 def test_inverse_frequencies_of_old_exports_are_ignored(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Where a node computes, and how much memory its pool gets."""
+"""Where and in what a node computes, and how much memory its pool gets."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,19 @@ from kvferry.common.config import ClusterConfig, Config, EngineConfig, NodeConfi
 from kvferry.common.errors import ConfigError, LayoutMismatch
 from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
+from kvferry.common.requests import SamplingParams
 from kvferry.kernels.cpu.narrow import NarrowLinear
+from kvferry.services.engine.loader import load_model
+from kvferry.services.engine.outputs import StepReport, TokenOutput
 from kvferry.services.engine.runner import TorchRunner
-from kvferry.services.node.engine_factory import GPU_WORKSPACE_BYTES, build_engine, gpu_kv_cache_bytes
+from kvferry.services.engine.sequence import Sequence
+from kvferry.services.node.engine_factory import (
+    GPU_WORKSPACE_BYTES,
+    _capture_decodes,
+    build_engine,
+    dtypes,
+    gpu_kv_cache_bytes,
+)
 from kvferry.services.node.metrics import cache_config_info
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 
@@ -85,10 +96,24 @@ def test_nodes_that_keep_kv_differently_share_no_blocks(tiny_model: Path) -> Non
     assert (cache["cache_dtype"], cache["block_bytes"]) == ("bfloat16", str(wide.block_bytes // 2))
 
 
-def test_16_bit_kv_is_refused_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("kept", ["auto", "bfloat16"])
+def test_a_gpu_computes_in_the_dtype_and_keeps_kv_in_it(kept: str) -> None:
+    engine = EngineConfig.model_validate({"dtype": "bfloat16", "kv_cache_dtype": kept})
+    assert dtypes(engine, GPU) == (torch.bfloat16, torch.bfloat16)
+    assert dtypes(EngineConfig(), GPU) == (torch.float32, torch.float32)
+    on_cpu = torch.float32 if kept == "auto" else torch.bfloat16
+    assert dtypes(engine, torch.device("cpu")) == (torch.float32, on_cpu)
+
+
+def test_kv_in_another_dtype_than_the_model_s_is_refused_on_a_gpu(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(kv_cache_dtype="float16"))
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype float16: .* on CPU only, and this node computes on cuda"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype float16: on cuda .* in float32 \(dtype\): use auto"):
         build_engine(config, Role.BOTH, "none", lambda report: None)
 
 
@@ -97,3 +122,48 @@ def test_narrow_weights_are_refused_on_a_gpu(tiny_model: Path, monkeypatch: pyte
     config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(quantization="int8"))
     with pytest.raises(ConfigError, match="weights are kept as int8 on CPU only, and this node computes on cuda"):
         build_engine(config, Role.BOTH, "none", lambda report: None)
+
+
+def test_where_no_kernel_can_be_captured_decodes_stay_eager_and_it_is_said(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(tiny_model, torch.float32)
+    with caplog.at_level("WARNING", "kvferry.node"):
+        _capture_decodes(model, torch.zeros(4, 2, 2, 2, 16, 16), 2, 48)
+    assert "no CUDA graphs for decode steps" in caplog.text
+    assert model._decode_graphs is None
+
+
+def generated(folder: Path, **engine: object) -> list[TokenOutput]:
+    """What a node makes of six prompts at once, four of which fit into a step."""
+    reports: list[StepReport] = []
+    config = Config(
+        cluster=ClusterConfig(model=str(folder)),
+        engine=EngineConfig.model_validate({"num_threads": 1, "num_blocks_override": 64, "max_num_seqs": 4} | engine),
+        node=NodeConfig(transports=("grpc",)),
+    )
+    built = build_engine(config, Role.BOTH, "none", reports.append)
+    root = root_name(built.card.model_fingerprint, built.card.numerics_id)
+    for i in range(6):
+        params = SamplingParams(max_tokens=10 + i, temperature=0.8, top_p=0.9, seed=i, logprobs=1, ignore_eos=True)
+        prompt = [3 + (7 * i + 11 * j) % 500 for j in range(10 + 40 * i)]
+        built.engine.submit(Sequence(str(i), prompt, len(prompt), root, built.card.block_size, params))
+    while built.engine.step():
+        pass
+    found = [token for report in reports for token in report.tokens]
+    assert len(found) == sum(10 + i for i in range(6))
+    return sorted((replace(token, first=None) for token in found), key=lambda token: token.key)
+
+
+def test_an_eager_node_gives_the_tokens_of_one_that_replays(tiny_model: Path) -> None:
+    eager = generated(tiny_model, device="cpu", enforce_eager=True)
+    assert eager == generated(tiny_model, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_node_on_a_gpu_gives_the_same_tokens_with_cuda_graphs(tiny_model: Path, dtype: str) -> None:
+    gpu = {"device": "cuda", "dtype": dtype, "batch_invariant": True}
+    eager = generated(tiny_model, **gpu, enforce_eager=True)
+    assert eager == generated(tiny_model, **gpu)

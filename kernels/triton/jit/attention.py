@@ -3,9 +3,9 @@
 Online softmax as in FlashAttention-2 (Dao 2023), keys split among programs as in Flash-Decoding (Dao, Haziza, Massa,
 Sizov 2023), block tables as in PagedAttention (Kwon et al. 2023). What differs: the split is a fixed number of keys
 counted from position 0, it exists in both schedules, and every tile has one size. One program walks the splits of its
-rows in order and merges each into the total (`is_split` False), or every split has a program of its own and
-`merge_splits` does the same merges in the same order. So a row's bits depend neither on what is beside it nor on
-whether it was a decode or part of a prompt's chunk.
+rows in order and merges each into the total (`is_split` False), or several programs take the splits in turn and write
+each of them down, and `merge_splits` does the same merges in the same order. So a row's bits depend neither on what is
+beside it nor on whether it was a decode or part of a prompt's chunk.
 
 Launched with `enable_fp_fusion=False`: which multiplication and addition a compiler fuses must not differ between the
 schedules.
@@ -46,12 +46,13 @@ def paged_attention(
     context_len = tl.load(item_ptr + 3)
     num_keys = context_len + num_tokens
     first_split = 0
+    stride = 1
     last_split = (num_keys + split - 1) // split
     if is_split:
         first_split = tl.program_id(2)
+        stride = tl.num_programs(2)
         if first_split >= last_split:
             return
-        last_split = first_split + 1
     table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
 
     row = tl.arange(0, rows)
@@ -71,7 +72,7 @@ def paged_attention(
     total_max = tl.full((rows,), float("-inf"), tl.float32)
     total_sum = tl.full((rows,), 0.0, tl.float32)
     total = tl.full((rows, dim), 0.0, tl.float32)
-    for index in range(first_split, last_split):
+    for index in range(first_split, last_split, stride):
         part_max = tl.full((rows,), float("-inf"), tl.float32)
         part_sum = tl.full((rows,), 0.0, tl.float32)
         part = tl.full((rows, dim), 0.0, tl.float32)

@@ -47,7 +47,7 @@ def rotary_and_write_kv(
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] contiguous; queries are overwritten
     cos_sin_ptr,  # float32 [num_tokens, head_dim] contiguous
     pool_ptr,  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
-    slots_ptr,  # int64 [num_tokens]
+    slots_ptr,  # int64 [num_tokens], negative: written nowhere
     q_norm_ptr,  # [head_dim] or None
     k_norm_ptr,  # [head_dim] or None
     layer_offset,  # of the layer's keys in a block, in elements
@@ -86,8 +86,9 @@ def rotary_and_write_kv(
         slot = tl.load(slots_ptr + token)
         piece = layer_offset + (head - num_heads) * block_size * head_dim  # values follow on the last head's keys
         slot_ptr = pool_ptr + slot // block_size * block_stride + piece + slot % block_size * head_dim
-        tl.store(slot_ptr + column, first.to(pool_ptr.dtype.element_ty), mask=is_column)
-        tl.store(slot_ptr + head_dim // 2 + column, second.to(pool_ptr.dtype.element_ty), mask=is_column)
+        is_written = is_column & (slot >= 0)
+        tl.store(slot_ptr + column, first.to(pool_ptr.dtype.element_ty), mask=is_written)
+        tl.store(slot_ptr + head_dim // 2 + column, second.to(pool_ptr.dtype.element_ty), mask=is_written)
 
 
 @triton.jit

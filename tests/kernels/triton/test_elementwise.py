@@ -94,6 +94,17 @@ def test_a_token_is_rotated_and_written_with_the_same_bits_in_any_company(device
     assert torch.equal(pools[0].nan_to_num(7.0), pools[1].nan_to_num(7.0))
 
 
+def test_a_token_without_a_slot_is_rotated_and_written_nowhere(device: torch.device) -> None:
+    qkv, cos_sin, pool, slots = rotary_arguments(SHAPES[0], 5, torch.float32, device)
+    slots[[0, 3]] = -1
+    wanted_pool = pool.clone()
+    want = reference.rotary_and_write_kv(qkv.clone(), cos_sin, wanted_pool, LAYER, slots, None, None, 0.0)
+    got = elementwise.rotary_and_write_kv(qkv, cos_sin, pool, LAYER, slots, None, None, 0.0)
+    assert_near(got, want)
+    assert torch.equal(pool.isnan(), wanted_pool.isnan())
+    assert int(pool.isfinite().sum()) == 3 * 2 * SHAPES[0].num_kv_heads * SHAPES[0].head_dim
+
+
 def test_a_pool_in_16_bit_takes_float32_keys(device: torch.device) -> None:
     qkv, cos_sin, pool, slots = rotary_arguments(SHAPES[0], 3, torch.float32, device)
     low, wanted = pool.half(), pool.clone()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.kernels import ops, reference
+from kvferry.kernels import ops
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.host_mirror import HostMirror
 from kvferry.services.engine.loader import load_model
@@ -18,20 +18,6 @@ from tests.kernels.triton.cases import randn
 from tests.tiny_model import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(num_layers=1, num_heads=3, num_kv_heads=1)
-
-
-@pytest.fixture
-def on_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The device, and where that is the CPU, ops that take it for a GPU."""
-    if device.type == "cpu":
-        monkeypatch.setattr(ops, "_is_on_gpu", lambda *_: True)
-        monkeypatch.setattr(ops, "_is_compiled", lambda _: False)
-        monkeypatch.setattr(ops, "_is_compiled_pool", lambda _: False)
-    for name in ("paged_attention", "rms_norm", "silu_and_mul", "rotary_and_write_kv", "filter_tokens", "draw_tokens"):
-        monkeypatch.delattr(reference, name)  # it must not be the reference that serves
-    for name in ("gather_blocks", "scatter_blocks"):
-        monkeypatch.delattr(reference, name)
-    return device
 
 
 def step(model: LlamaModel, pool: torch.Tensor, work: list[tuple[list[int], list[int], int]]) -> torch.Tensor:
@@ -57,8 +43,9 @@ def empty_pool(model: LlamaModel, num_blocks: int = 8) -> torch.Tensor:
     return torch.full(dims, torch.nan, dtype=model.dtype, device=model.device)
 
 
-def test_a_model_on_these_kernels_equals_the_cpu_s_and_itself_bit_for_bit(
-    device: torch.device, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)], ids=str)
+def test_a_model_on_these_kernels_is_near_the_cpu_s_and_equals_itself_bit_for_bit(
+    dtype: torch.dtype, tolerance: float, device: torch.device, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = write_tiny_model(tmp_path, architecture="Qwen3ForCausalLM", shape=SHAPE)
     token_ids, other = list(range(3, 39)), list(range(100, 107))
@@ -67,9 +54,9 @@ def test_a_model_on_these_kernels_equals_the_cpu_s_and_itself_bit_for_bit(
     expected = step(plain, empty_pool(plain), work)
 
     request.getfixturevalue("on_gpu")
-    model = load_model(folder, torch.float32, device, batch_invariant=True)
+    model = load_model(folder, dtype, device, batch_invariant=True)
     whole = step(model, empty_pool(model), work)
-    torch.testing.assert_close(whole.cpu(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole.cpu(), expected, atol=tolerance, rtol=tolerance)
 
     pool = empty_pool(model)
     chunk = step(model, pool, [(other, [7], 0), (token_ids[:27], [5, 0], 0)])[7:]
@@ -116,6 +103,7 @@ def test_the_flag_decides_on_a_gpu_and_is_part_of_the_numerics(
     assert ops.is_batch_invariant(gpu, dtype, wanted=True)
     ids = {ops.numerics_id(gpu, dtype), ops.numerics_id(gpu, dtype, True), ops.numerics_id(gpu, torch.float32, True)}
     assert len(ids) == 3
+    assert ops.numerics_id(gpu, dtype, True, "bfloat16", torch.float32) not in ids
     monkeypatch.setattr(ops, "_HAS_TRITON", False)
     assert not ops.is_batch_invariant(gpu, dtype, wanted=True)
     assert "triton" not in ops.numerics_id(gpu, dtype, True)
