@@ -30,6 +30,7 @@ from tests.e2e.zygote import Forked
 
 KVFERRY = [sys.executable, "-m", "kvferry.services.local.cli"]
 START_TIMEOUT_S = 180.0
+KNOWN_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0
 """For a whole set of prompts on a slow machine: the longest runs take a minute on a quiet one."""
 
@@ -187,7 +188,22 @@ class Cluster:
         gateway.start()
         self.processes.append(gateway)
         gateway.wait_ready()
+        self._wait_all_known(gateway)
         return gateway
+
+    def _wait_all_known(self, gateway: Gateway) -> None:
+        """A test that starts nodes and then a gateway means one that knows them. Gives up where some stay unknown."""
+        nodes = [process for process in self.processes if isinstance(process, Node)]
+        deadline = time.monotonic() + KNOWN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                known = sum(node["live"] for node in gateway.get("/cluster")["nodes"])
+            except OSError:  # it asks for a key
+                return
+            if known >= sum(node.popen is not None and node.popen.poll() is None for node in nodes):
+                return
+            time.sleep(0.1)
+        print(f"{gateway.name}: after {KNOWN_TIMEOUT_S:.0f} s it knows {known} nodes of {len(nodes)}")
 
     def stop(self) -> None:
         failures = []

@@ -7,6 +7,7 @@ None while the process runs, and then as `subprocess.Popen.returncode`.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import random
@@ -99,6 +100,8 @@ def _become_kvferry(args: list[str], env: dict[str, str], log: str) -> int:
 def _serve() -> None:
     for module in IMPORTS:
         __import__(module)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again in every child
     for line in sys.stdin:
         request = json.loads(line)
         if "args" in request:

@@ -156,7 +156,7 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
             if message.WhichOneof("message") == "submit":
                 request = submit_from_pb(message.submit)
                 self.submitted.append(request)
-                task = asyncio.create_task(self._answer(request, replies))
+                task = asyncio.create_task(self._answer(request, replies, self.behaviour))
                 self._running[request.request_id] = task
                 task.add_done_callback(functools.partial(self._ended, request.request_id))
             else:
@@ -175,8 +175,9 @@ class FakeDecode(pb_grpc.DecodeServicer, pb_grpc.NodeServicer):
         if task is not None and not message.indexes:
             task.cancel()
 
-    async def _answer(self, request: GenerateRequest, replies: asyncio.Queue[pb.SessionReply | None]) -> None:
-        does = self.behaviour
+    async def _answer(
+        self, request: GenerateRequest, replies: asyncio.Queue[pb.SessionReply | None], does: Behaviour
+    ) -> None:
         self._send(replies, does.ghosts(request))
         if request.attempt >= does.num_bad_attempts:
             does = replace(does, error=None, hang_after=None, drop_after=None)
