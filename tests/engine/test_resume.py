@@ -86,11 +86,10 @@ def test_a_choice_goes_on_as_if_nothing_had_happened(model: LlamaModel, tiny_mod
     params = case(name)
     (whole,) = undisturbed(model, tiny_model, params, 1)
     assert len(whole) > 2, "too short to be cut"
-    for cut in {1, 2, len(whole) // 2, len(whole) - 1}:
-        for budget in (5, 256):
-            rig = make_rig(model, tiny_model, max_num_batched_tokens=budget)
-            outputs = rig.run(*neighbours(rig), resumed(rig, "a", params, {0: ids(whole[:cut])}))
-            assert told(outputs["a"]) == told(whole[cut:]), (cut, budget)
+    for cut, budget in {(1, 5), (2, 256), (len(whole) // 2, 5), (len(whole) // 2, 256), (len(whole) - 1, 256)}:
+        rig = make_rig(model, tiny_model, max_num_batched_tokens=budget)
+        outputs = rig.run(*neighbours(rig), resumed(rig, "a", params, {0: ids(whole[:cut])}))
+        assert told(outputs["a"]) == told(whole[cut:]), (cut, budget)
 
 
 @pytest.mark.parametrize("name", PARAMS)
