@@ -54,7 +54,7 @@ POINTS: dict[str, frozenset[Action]] = {
     "rpc.prefill.reply": _MESSAGE,  # owner: accepted, filled, computed, renewed
     "rpc.decode.outputs": frozenset((Action.DELAY, Action.KILL)),  # decode: the tokens of a step
     "engine.step": frozenset((Action.DELAY, Action.KILL, Action.STOP)),  # any node: before each step
-    "index.publish": _CALL,  # node: announce, store, remove
+    "index.publish": _CALL,  # node: announce, store, remove; gateway: expect
     "index.lookup": _CALL,  # gateway: which nodes live, and who holds which blocks
 }
 """Every point, and what may go wrong there."""

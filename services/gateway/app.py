@@ -27,8 +27,9 @@ from kvferry.services.gateway.generation_config import GenerationConfig
 from kvferry.services.gateway.guard import guard
 from kvferry.services.gateway.http_tls import HttpTls
 from kvferry.services.gateway.intake import Intake
+from kvferry.services.gateway.lookup import PrefixLookup
 from kvferry.services.gateway.metrics import GatewayMetrics
-from kvferry.services.gateway.nodes import POLL_S, NodeTable, PrefixLookup
+from kvferry.services.gateway.nodes import POLL_S, NodeTable
 from kvferry.services.gateway.routes import Routes
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import SessionPool
@@ -92,15 +93,16 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """What works in the background: the node table is kept fresh, sessions live in the pool."""
+        """What works in the background: the node table is kept fresh, the index told, sessions live in the pool."""
         await self._look()
         async with self.pool:
-            watch = asyncio.create_task(self._watch_nodes())
+            beside = [asyncio.create_task(work) for work in (self._watch_nodes(), self.service.lookup.tell())]
             try:
                 yield
             finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
                 await self.view.close()
                 await asyncio.to_thread(self.service.tracing.flush)
 

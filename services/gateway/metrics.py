@@ -109,7 +109,9 @@ class GatewayMetrics:
         registry.register(self.tokens)
         self.index_up = gauge("index_up", "1 while the index answers, 0 while requests go on without", "livemin")
         self.index_lookups = counter("index_lookups", "prefix lookups answered")
-        self.index_failures = counter("index_lookup_failures", "prefix lookups failed or too late")
+        self.index_failures = counter(
+            "index_lookup_failures", "lookups, and news for other gateways, failed or too late"
+        )
         self.retries = counter("request_retries", "submissions repeated on another node before any token")
         self.resumes = counter("request_resumes", "prompts that went on elsewhere behind their tokens", ("reason",))
         for error in (NodeLost, Draining, Unavailable):

@@ -1,7 +1,7 @@
-"""Which nodes there are, what they hold, and what this gateway has on them: everything the router is told.
+"""Which nodes there are, and what this gateway has on them.
 
-All of it comes from the index, which may be slow, gone or emptied at any time. Then the last known nodes stay, and
-prompts are matched against nothing, so that requests go on.
+Nodes come from the index, which may be slow, gone or emptied at any time. Then the last known ones stay, so that
+requests go on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvferry.common.errors import IndexUnavailable
-from kvferry.common.hashing import block_names, root_name
 from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role, num_positions
-from kvferry.services.gateway.metrics import GatewayMetrics
+from kvferry.services.gateway.lookup import Named
 from kvferry.services.gateway.plan import InFlight, Plan
 from kvferry.services.index.base import PrefixIndex
 
@@ -25,16 +24,10 @@ log = logging.getLogger("kvferry.gateway")
 
 POLL_S = 1.0
 MIN_REFRESH_S = 0.1
-INDEX_PAUSE_S = 1.0  # no lookups for so long after one failed
 REPORT_AGE_S = 1.0  # a heartbeat
 RETURN_GRACE_S = 6.0  # for nodes to announce themselves again, after the index was away or emptied
 MAX_NAMINGS = 4
 MAX_COMING = 64  # the latest prompts on their way that a new one is compared with
-LONG_PROMPT_TOKENS = 4096  # longer ones are hashed off the event loop
-
-
-Named = Mapping[tuple[str, str, int], Sequence[bytes]]
-"""The names of a prompt's full blocks, for each way of naming them."""
 
 
 class NodeTable:
@@ -103,54 +96,6 @@ class NodeTable:
         return list(cards.values())[:MAX_NAMINGS]
 
 
-class PrefixLookup:
-    """Prompt -> who holds how much of it, within a deadline. A failing index is left alone for a moment."""
-
-    def __init__(
-        self,
-        index: PrefixIndex,
-        timeout_s: float,
-        metrics: GatewayMetrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._index = index
-        self._timeout_s = timeout_s
-        self._metrics = metrics
-        self._clock = clock
-        self._paused_until = float("-inf")
-        self._is_failing = False
-
-    async def match(self, named: Iterable[Sequence[bytes]]) -> dict[str, int]:
-        """Instance id -> leading blocks. Empty when the index does not answer in time. Never raises."""
-        if self._clock() < self._paused_until:
-            return {}
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                found = [await self._index.match(names) for names in named if names]
-        except (IndexUnavailable, TimeoutError) as exc:
-            self._metrics.index_failures.inc()
-            self._paused_until = self._clock() + INDEX_PAUSE_S
-            level = logging.DEBUG if self._is_failing else logging.WARNING
-            log.log(level, "prefix lookup failed, routing by load alone: %s", str(exc) or "timeout")
-            self._is_failing = True
-            return {}
-        self._is_failing = False
-        self._metrics.index_lookups.inc()
-        return {name: count for matches in found for name, count in matches.items()}
-
-
-async def prompt_names(token_ids: Sequence[int], cache_salt: str, cards: Sequence[LayoutCard]) -> Named:
-    """Off the event loop where the prompt is long."""
-    return {card.naming: await _names(token_ids, cache_salt, card) for card in cards}
-
-
-async def _names(token_ids: Sequence[int], cache_salt: str, card: LayoutCard) -> list[bytes]:
-    root = root_name(card.model_fingerprint, card.numerics_id, cache_salt)
-    if len(token_ids) > LONG_PROMPT_TOKENS:
-        return await asyncio.to_thread(block_names, root, token_ids, card.block_size)
-    return block_names(root, token_ids, card.block_size)
-
-
 class Ledger:
     """What this gateway has on each node, counted from the moment of choice: the next choice sees it.
 
@@ -168,7 +113,7 @@ class Ledger:
         """`named`: the prompt's blocks, which whoever computes it will hold."""
         uncached, end = plan.chosen.num_uncached, plan.num_tokens
         work = InFlight(num_choices, uncached, num_positions(end - uncached, end))
-        computer = next(node for node in plan.seen if node.instance_id == plan.chosen.computed_by)
+        computer = plan.computer
         names = (named or {}).get(computer.card.naming, ())
         return self.enter(plan.decode.instance_id, computer.instance_id, work, names)
 
@@ -198,9 +143,10 @@ class Ledger:
         while entries and (entries[0].opened_at_s <= until_s or entries[0].is_reported):
             entries.popleft().reported()
 
-    def coming(self, named: Iterable[Sequence[bytes]]) -> dict[str, int]:
-        """Instance -> leading blocks of these that it computes, or has in its queue."""
-        found: dict[str, int] = {}
+    def coming(self, named: Iterable[Sequence[bytes]], told: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Instance -> leading blocks of these that it computes, or has in its queue: what this gateway has sent, and
+        what the index has `told` of all gateways."""
+        found = dict(told or {})
         for names in named:
             entries = self._coming.get(names[0], {}) if names else {}
             for entry in itertools.islice(reversed(entries), MAX_COMING):

@@ -153,6 +153,11 @@ class Plan:
         return self.request.num_tokens
 
     @property
+    def computer(self) -> NodeRecord:
+        """Who computes what is not cached of the prompt."""
+        return next(node for node in self.seen if node.instance_id == self.chosen.computed_by)
+
+    @property
     def ttft_ms(self) -> float:
         """Predicted."""
         return self.chosen.cost.ttft_ms

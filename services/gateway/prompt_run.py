@@ -43,8 +43,9 @@ from kvferry.common.requests import (
 from kvferry.common.tracing import Span
 from kvferry.services.gateway.choice import Choice
 from kvferry.services.gateway.intake import Job, PromptJob
+from kvferry.services.gateway.lookup import prompt_names
 from kvferry.services.gateway.mailbox import Mailbox
-from kvferry.services.gateway.nodes import LedgerEntry, prompt_names
+from kvferry.services.gateway.nodes import LedgerEntry
 from kvferry.services.gateway.plan import Plan
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import Submission
@@ -113,12 +114,13 @@ class PromptRun:
             tokens += resumed[0].token_ids
         service = self._service
         named = await prompt_names(tokens, self._job.cache_salt, service.table.cards())
+        found = await service.lookup.match(named.values())
         plan = await service.plan(
             self.request_id,
             len(tokens),
-            await service.lookup.match(named.values()),
+            found.held,
             self._tried,
-            coming=service.ledger.coming(named.values()),
+            coming=service.ledger.coming(named.values(), found.coming),
             like=self._card,
             patience_s=patience_s,
         )
@@ -145,6 +147,7 @@ class PromptRun:
         self._plan, self._planned_at_s = plan, time.monotonic()
         self._entry = service.ledger.open(plan, self._job.n, named)
         self._submission = service.pool.submit(plan.decode, request, self._mailbox)
+        service.lookup.expect(plan, named)
 
     def note(self, output: RequestOutput) -> None:
         """An output of the current attempt, for a choice that has not ended."""

@@ -21,9 +21,10 @@ from kvferry.common.nodes import LayoutCard
 from kvferry.common.tracing import Tracing
 from kvferry.services.gateway.decision import log_decision, to_json
 from kvferry.services.gateway.intake import Job
+from kvferry.services.gateway.lookup import PrefixLookup
 from kvferry.services.gateway.mailbox import Mailbox
 from kvferry.services.gateway.metrics import GatewayMetrics
-from kvferry.services.gateway.nodes import Ledger, NodeTable, PrefixLookup
+from kvferry.services.gateway.nodes import Ledger, NodeTable
 from kvferry.services.gateway.plan import Plan, RouteRequest
 from kvferry.services.gateway.recent import Recent
 from kvferry.services.gateway.router import choose

@@ -6,9 +6,20 @@ Everything it says is a hint (DESIGN promise 5): a wrong answer costs time, neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.common.nodes import NodeRecord
+
+MAX_EXPECTED = 16
+"""Prompts that are remembered as on their way of those with the same first block: those that stay longest."""
+
+
+class Matches(NamedTuple):
+    """Live instance id -> how many *leading* names; instances with none are left out. `coming` are those that somebody
+    expects it to hold soon, whether it holds some of them already or not."""
+
+    held: dict[str, int]
+    coming: dict[str, int]
 
 
 class PrefixIndex(Protocol):
@@ -46,10 +57,18 @@ class PrefixIndex(Protocol):
     async def remove(self, instance_id: str, names: Sequence[bytes]) -> None:
         """The node dropped these blocks. Idempotent; names it never stored are skipped."""
 
-    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
-        """Live instance id -> how many *leading* names it holds (instances with none are left out).
+    async def expect(self, instance_id: str, names: Sequence[bytes], ttl_s: float) -> None:
+        """A prompt with these names has been sent to the instance, which will hold them soon. Forgotten after `ttl_s`;
+        when the same is said again, at the later end.
 
-        One round trip, whatever `len(names)`. A node's holdings are closed under prefix.
+        From any caller, of any instance; nothing is told of those that do not live. Of prompts with the same first
+        name `MAX_EXPECTED` are remembered.
+        """
+
+    async def match(self, names: Sequence[bytes]) -> Matches:
+        """One round trip, whatever `len(names)`. A node's holdings are closed under prefix.
+
+        What is coming may be told up to a 64th of the expected prompt too short, and is exact for all of it.
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import NodeRecord
-from kvferry.services.index.base import PrefixIndex
+from kvferry.services.index.base import Matches, PrefixIndex
 
 
 def with_faults(index: PrefixIndex, fail_points: FailPoints) -> PrefixIndex:
@@ -41,7 +41,11 @@ class FaultyIndex:
         await self._pass("index.publish")
         await self._index.remove(instance_id, names)
 
-    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+    async def expect(self, instance_id: str, names: Sequence[bytes], ttl_s: float) -> None:
+        await self._pass("index.publish")
+        await self._index.expect(instance_id, names, ttl_s)
+
+    async def match(self, names: Sequence[bytes]) -> Matches:
         await self._pass("index.lookup")
         return await self._index.match(names)
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvferry.common.errors import ConfigError
-from kvferry.services.index.scripts import MATCH
+from kvferry.services.index.base import MAX_EXPECTED
+from kvferry.services.index.scripts import EXPECT, EXPECTED, MATCH
 from kvferry.services.index.wire import Command
 
 NUM_TAGS = 16
@@ -46,14 +47,29 @@ class Keys:
         prefix = self._block_prefix[tag]
         return MATCH.call([prefix + names[0]], prefix, b"".join(names), len(names[0]))
 
+    def expect(self, first: bytes, member: bytes, ttl_s: float) -> tuple[str, Command]:
+        """Command and its tag."""
+        tag = self._tag(first)
+        return tag, EXPECT.call([self._soon(tag, first)], member, max(1, round(ttl_s * 1000)), MAX_EXPECTED)
+
+    def expected(self, first: bytes) -> tuple[str, Command]:
+        tag = self._tag(first)
+        return tag, EXPECTED.call([self._soon(tag, first)], MAX_EXPECTED)
+
     def by_tag(self, names: Sequence[bytes]) -> dict[str, Sequence[int]]:
         """Tag -> positions of its names, in order."""
         if len(self._tags) == 1:
             return {self._tags[0]: range(len(names))} if names else {}
         found: dict[str, list[int]] = {}
         for i, name in enumerate(names):
-            found.setdefault(self._tags[name[0] % NUM_TAGS], []).append(i)
+            found.setdefault(self._tag(name), []).append(i)
         return dict(found)
+
+    def _tag(self, name: bytes) -> str:
+        return self._tags[name[0] % len(self._tags)]
+
+    def _soon(self, tag: str, first: bytes) -> bytes:
+        return f"{self._namespace}:soon:{_braced(tag)}".encode() + first
 
 
 def _braced(tag: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.common.errors import IndexUnavailable, Unavailable
 from kvferry.common.nodes import NodeRecord
+from kvferry.services.index.base import MAX_EXPECTED, Matches
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class MemoryIndex:
         self._entries: dict[str, _Entry] = {}  # by node id
         self._latest: dict[str, str] = {}  # node id -> its newest instance, dead or alive
         self._replaced: set[str] = set()  # instances that a newer one has taken over from
+        self._expected: dict[bytes, dict[tuple[str, tuple[bytes, ...]], float]] = {}  # by first name; until when
         self._closed = False
 
     async def announce(self, record: NodeRecord, ttl_s: float) -> bool:
@@ -58,14 +61,25 @@ class MemoryIndex:
         if entry := self._find(instance_id):
             entry.blocks.difference_update(names)
 
-    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+    async def expect(self, instance_id: str, names: Sequence[bytes], ttl_s: float) -> None:
         self._sweep()
-        runs = {}
+        if names:
+            found, prompt = self._expected.setdefault(names[0], {}), (instance_id, tuple(names))
+            found[prompt] = max(self._clock() + ttl_s, found.get(prompt, 0.0))
+            if len(found) > MAX_EXPECTED:
+                del found[min(found, key=found.__getitem__)]
+
+    async def match(self, names: Sequence[bytes]) -> Matches:
+        self._sweep()
+        held, coming = dict[str, int](), dict[str, int]()
         for entry in self._entries.values():
-            run = next((i for i, name in enumerate(names) if name not in entry.blocks), len(names))
-            if run:
-                runs[entry.record.instance_id] = run
-        return runs
+            if run := _num_leading(name in entry.blocks for name in names):
+                held[entry.record.instance_id] = run
+        for instance_id, expected in self._expected.get(names[0], ()) if names else ():
+            if self._find(instance_id):
+                run = _num_leading(a == b for a, b in zip(names, expected, strict=False))
+                coming[instance_id] = max(run, coming.get(instance_id, 0))
+        return Matches(held, coming)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -80,3 +94,11 @@ class MemoryIndex:
         now = self._clock()
         for node_id in [node_id for node_id, entry in self._entries.items() if entry.deadline_s <= now]:
             del self._entries[node_id]
+        for first, found in list(self._expected.items()):
+            self._expected[first] = {prompt: until for prompt, until in found.items() if until > now}
+            if not self._expected[first]:
+                del self._expected[first]
+
+
+def _num_leading(hits: Iterable[bool]) -> int:
+    return sum(itertools.takewhile(bool, hits))

@@ -6,8 +6,10 @@
     {ns}:number          counter that numbers the instances, and moves whenever one comes or leaves
     ns:b:<block name>    its holders, packed as `runs.py` says; expires BLOCK_TTL_S after a store
     ns:at:<number>       how many updates of this instance have been applied
+    ns:soon:<block name> prompts that begin so and have been sent to a node, packed as `expected.py` says: a sorted set
+                         by when each is forgotten, in ms of Redis' own clock; expires with the last of them
 
-In a cluster, blocks and `at` carry one of 16 tags, `ns:b:{tag}<name>`, by the name's first byte: see `keys.py`.
+In a cluster all but those in braces carry one of 16 tags, `ns:b:{tag}<name>`, by the name's first byte: see `keys.py`.
 
 A node instance gets a number that is never used again, so everything a dead or replaced instance stored is dead with
 its record, without touching a block. Its updates have turns, and one is applied only right after the one before: what
@@ -27,7 +29,8 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from kvferry.common.errors import IndexUnavailable, Unavailable
 from kvferry.common.nodes import NodeRecord
-from kvferry.services.index import runs
+from kvferry.services.index import expected, runs
+from kvferry.services.index.base import Matches
 from kvferry.services.index.cluster_wire import ClusterWire
 from kvferry.services.index.keys import Keys
 from kvferry.services.index.scripts import ANNOUNCE, LIVE, PRUNE, SCRIPTS, WITHDRAW
@@ -112,15 +115,22 @@ class RedisIndex:
         if writer := self._writers.get(instance_id):
             await writer.remove(names, self._ask_each)
 
-    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+    async def expect(self, instance_id: str, names: Sequence[bytes], ttl_s: float) -> None:
+        if names:
+            (reply,) = await self._ask_each(self._keys.expect(names[0], expected.packed(instance_id, names), ttl_s))
+            _raised(reply)
+
+    async def match(self, names: Sequence[bytes]) -> Matches:
         """Where a part of a cluster is away, its blocks count as held by whoever holds a later one of the chain."""
         if not names:
-            return {}
+            return Matches({}, {})
         keys = self._keys
         places = keys.by_tag(names)
         reads = [(tag, keys.match(tag, [names[i] for i in found])) for tag, found in places.items()]
         counter: tuple[str, Command] = (keys.node_tag, ("GET", keys.number))
-        changed, *replies = await self._ask_each(counter, *reads, patience_s=self._patience_s)
+        changed, prompts, *replies = await self._ask_each(
+            counter, keys.expected(names[0]), *reads, patience_s=self._patience_s
+        )
         if all(isinstance(reply, Exception) for reply in replies):
             _raised(replies[0])
         await self._update_instances(changed)
@@ -132,7 +142,10 @@ class RedisIndex:
         )
         if crowded := runs.crowded(holders, self._instances.keys())[:MAX_PRUNED]:
             await self._prune([names[i] for i in crowded])
-        return {self._instances[number]: run for number, run in runs.leading(holders, self._instances).items()}
+        held = {self._instances[number]: run for number, run in runs.leading(holders, self._instances).items()}
+        if isinstance(prompts, Exception) or not prompts:
+            return Matches(held, {})
+        return Matches(held, expected.coming(prompts, names, set(self._instances.values())))
 
     async def _update_instances(self, counter: bytes | IndexUnavailable | None) -> None:
         """Who is alive is asked again when somebody came or left, by the counter, and else twice a second for those who

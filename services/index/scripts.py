@@ -147,6 +147,25 @@ end
 return found
 """)
 
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+# KEYS prompts with one first block, by when they are forgotten in ms; ARGV prompt, ttl in ms, how many to remember.
+EXPECT = Script(
+    _NOW
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], 'GT', now + ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[3])
+redis.call('PEXPIREAT', KEYS[1], redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2])
+"""
+)
+
+# KEYS as before; ARGV how many at most. -> those that are not forgotten.
+EXPECTED = Script(_NOW + "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', '(' .. now, 'LIMIT', 0, ARGV[1])")
+
 # KEYS blocks; ARGV newest live number, each live number. Numbers that are not alive and older than the newest never
 # come back; newer ones may belong to a node that has come since.
 PRUNE = Script("""
@@ -163,4 +182,4 @@ for _, key in ipairs(KEYS) do
 end
 """)
 
-SCRIPTS = {script.sha: script for script in (ANNOUNCE, LIVE, WITHDRAW, STORE, REMOVE, MATCH, PRUNE)}
+SCRIPTS = {script.sha: script for script in (ANNOUNCE, LIVE, WITHDRAW, STORE, REMOVE, MATCH, EXPECT, EXPECTED, PRUNE)}

@@ -188,7 +188,7 @@ async def _index_knows(nodes: Cluster, fleet: Fleet, request: GenerateRequest, n
     names = block_names(root_name(card.model_fingerprint, card.numerics_id, ""), request.prompt_token_ids, BLOCK)
     index = open_index(nodes.redis_url, "kvferry")
     deadline = time.monotonic() + 10
-    while max((await index.match(names)).values(), default=0) < num_held // BLOCK:
+    while max((await index.match(names)).held.values(), default=0) < num_held // BLOCK:
         assert time.monotonic() < deadline, "the index never heard of the last turn's blocks"
         await asyncio.sleep(0.05)
     await index.aclose()

@@ -82,7 +82,7 @@ async def _until_known(redis_url: str, node: Node, wanted: Sequence[dict[str, An
         for body in wanted:
             root = root_name(card.model_fingerprint, card.numerics_id, body["cache_salt"])
             names = block_names(root, body["prompt"], card.block_size)
-            while max((await index.match(names)).values(), default=0) < _num_full_tokens(body["prompt"]) // 16:
+            while max((await index.match(names)).held.values(), default=0) < _num_full_tokens(body["prompt"]) // 16:
                 assert time.monotonic() < deadline, "the index does not know of the dead gateway's prompts"
                 await asyncio.sleep(0.02)
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.hashing import block_names, root_name
-from kvferry.services.gateway.nodes import INDEX_PAUSE_S, PrefixLookup
+from kvferry.services.gateway.lookup import INDEX_PAUSE_S, PrefixLookup
 from kvferry.services.index.open import open_index
 from tests.gateway.fake_decode import CARD, FakeDecode
 from tests.gateway.harness import Setup, gateway

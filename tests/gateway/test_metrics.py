@@ -61,8 +61,8 @@ def test_each_decision_is_of_one_kind_and_each_first_token_is_held_against_its_p
     prefill = FakeDecode(node_id="p0", role=Role.PREFILL, max_model_len=4096)
 
     async def scenario(setup: Setup) -> None:
-        for _ in range(3):
-            assert (await setup.complete(IDS * 90, max_tokens=1)).status_code == 200
+        for number in range(3):  # other prompts: this node never tells that it holds one
+            assert (await setup.complete([number, *IDS * 90], max_tokens=1)).status_code == 200
         kinds = {kind: setup.metric("route_decisions_total", kind=kind) for kind in get_args(RouteKind)}
         assert kinds == {"local": 0, "remote_prefill": 3, "cached": 0}
         errors = {le: setup.metric("route_ttft_error_seconds_bucket", le=le) for le in ("-0.5", "40.0")}

@@ -12,19 +12,12 @@ from prometheus_client import CollectorRegistry
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.hashing import block_names, root_name
 from kvferry.common.nodes import LayoutCard, NodeRecord, Role, num_positions
+from kvferry.services.gateway.lookup import INDEX_PAUSE_S, PrefixLookup, prompt_names
 from kvferry.services.gateway.metrics import GatewayMetrics
-from kvferry.services.gateway.nodes import (
-    INDEX_PAUSE_S,
-    MIN_REFRESH_S,
-    REPORT_AGE_S,
-    RETURN_GRACE_S,
-    Ledger,
-    NodeTable,
-    PrefixLookup,
-    prompt_names,
-)
+from kvferry.services.gateway.nodes import MIN_REFRESH_S, REPORT_AGE_S, RETURN_GRACE_S, Ledger, NodeTable
 from kvferry.services.gateway.plan import InFlight, RouteRequest
 from kvferry.services.gateway.router import choose
+from kvferry.services.index.base import Matches
 from kvferry.services.index.memory import MemoryIndex
 from tests.gateway.fake_decode import CARD
 from tests.gateway.test_router import node
@@ -52,7 +45,7 @@ class FlakyIndex(MemoryIndex):
             raise IndexUnavailable("gone")
         return await super().nodes()
 
-    async def match(self, names: Sequence[bytes]) -> dict[str, int]:
+    async def match(self, names: Sequence[bytes]) -> Matches:
         self.num_lookups += 1
         if self.fails:
             raise IndexUnavailable("gone")
@@ -178,7 +171,7 @@ def lookup(index: MemoryIndex, clock: Clock, timeout_s: float = 0.05) -> tuple[P
 
 
 async def matched(lookup: PrefixLookup, ids: list[int], salt: str, cards: list[LayoutCard]) -> dict[str, int]:
-    return await lookup.match((await prompt_names(ids, salt, cards)).values())
+    return (await lookup.match((await prompt_names(ids, salt, cards)).values())).held
 
 
 IDS = list(range(40))
@@ -241,6 +234,7 @@ def test_the_ledger_tells_who_computes_a_prompts_beginning_until_its_first_token
     ledger.enter("i-d", "i-other", InFlight(1, 50), [b"x", *names[1:]])
     assert ledger.coming([[*names[:6], b"y", b"z"]]) == {"i-8": 6, "i-5": 5}
     assert ledger.coming([[], [b"x"], names[1:]]) == {"i-other": 1}
+    assert ledger.coming([names], {"i-8": 3, "i-5": 6, "i-elsewhere": 2}) == {"i-8": 8, "i-5": 6, "i-elsewhere": 2}
     long.reported()
     assert ledger.coming([names]) == {"i-8": 8, "i-5": 5}, "it is not computed yet"
     long.prompt_done()

@@ -10,6 +10,7 @@ from redis.crc import key_slot
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.services.index import cluster_wire
+from kvferry.services.index.base import Matches
 from kvferry.services.index.keys import NUM_TAGS, Keys
 from kvferry.services.index.open import open_index
 from tests.index.conformance import CHECKS, TTL_S, chain, node
@@ -61,11 +62,15 @@ def test_a_master_that_is_killed_and_comes_back_empty(redis_cluster, has_the_nod
         try:
             await index.announce(node("a"), TTL_S)
             await index.store("a", names)
-            assert await index.match(names) == {"a": 200}
+            await index.expect("a", names, TTL_S)
+            assert await index.match(names) == Matches({"a": 200}, {"a": 200})
+            (tag,) = Keys(namespace, is_cluster=True).by_tag(names[:1])
+            is_forgotten = victim == redis_cluster.master_of(key_slot(tag.encode()))
             redis_cluster.kill(victim)
             found = await index.match(names)
-            assert 190 < found["a"] <= 200
-            assert await index.match(chain(200, salt="unknown")) == {}
+            assert 190 < found.held["a"] <= 200
+            assert found.coming == ({} if is_forgotten else {"a": 200})
+            assert (await index.match(chain(200, salt="unknown"))).held == {}
             with pytest.raises(IndexUnavailable):
                 await index.store("a", names)
             redis_cluster.start(victim)
@@ -73,7 +78,7 @@ def test_a_master_that_is_killed_and_comes_back_empty(redis_cluster, has_the_nod
                 if await _is_known_again(index, names):
                     break
                 await asyncio.sleep(0.05)  # a heartbeat
-            assert await index.match(names) == {"a": 200}
+            assert (await index.match(names)).held == {"a": 200}
         finally:
             await index.aclose()
 
@@ -94,16 +99,16 @@ def test_a_master_that_hangs_is_waited_for_once_and_the_others_answer(redis_clus
         try:
             await index.announce(node("a"), TTL_S)
             await index.store("a", names)
-            assert await index.match(names) == {"a": 200}
+            assert (await index.match(names)).held == {"a": 200}
             with redis_cluster.frozen(victim):
                 for _ in range(20):
-                    assert 190 < (await index.match(names))["a"] <= 200
+                    assert 190 < (await index.match(names)).held["a"] <= 200
                 assert {port for _, port in wire._silent_until} == {victim}
                 assert len(wire._asking) == 1, "later lookups wait for it, too"
             while wire._asking:
                 await asyncio.wait(wire._asking)
             assert wire._silent_until == {}, "its late answer has not been noticed"
-            assert await index.match(names) == {"a": 200}
+            assert (await index.match(names)).held == {"a": 200}
         finally:
             await index.aclose()
 
@@ -123,12 +128,12 @@ def test_a_slot_on_its_way_to_another_master_is_asked_for_there(redis_cluster):
             await index.announce(node("a"), TTL_S)
             await index.store("a", names)
             redis_cluster.move_keys(slot, source, target)
-            assert await index.match(names) == {"a": 1}
+            assert (await index.match(names)).held == {"a": 1}
             await index.store("a", names)
             redis_cluster.finish_move(slot, source, target)
-            assert await index.match(names) == {"a": 1}
+            assert (await index.match(names)).held == {"a": 1}
             await index.remove("a", names)
-            assert await index.match(names) == {}
+            assert (await index.match(names)).held == {}
         finally:
             await index.aclose()
 

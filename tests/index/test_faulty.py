@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.fail_points import FailPoints
+from kvferry.services.index.base import Matches
 from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.memory import MemoryIndex
 
@@ -22,17 +24,17 @@ def test_a_lost_lookup_looks_like_an_index_that_does_not_answer_and_the_next_one
         index = with_faults(MemoryIndex(), FailPoints("index.lookup=drop@1"))
         with pytest.raises(IndexUnavailable, match="fail point"):
             await index.match([b"x"])
-        assert await index.match([b"x"]) == {}
+        assert await index.match([b"x"]) == Matches({}, {})
         assert await index.nodes() == []
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("method", ["store", "remove"])
-def test_a_lost_update_is_told_so_that_it_is_sent_again(method: str) -> None:
+@pytest.mark.parametrize("call", [("store", "i", [b"x"]), ("remove", "i", [b"x"]), ("expect", "i", [b"x"], 1.0)])
+def test_a_lost_update_is_told_so_that_it_is_sent_again(call: tuple[Any, ...]) -> None:
     async def run() -> None:
         index = with_faults(MemoryIndex(), FailPoints("index.publish=drop:1"))
         with pytest.raises(IndexUnavailable):
-            await getattr(index, method)("instance", [b"x"])
+            await getattr(index, call[0])(*call[1:])
 
     asyncio.run(run())

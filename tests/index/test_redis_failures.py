@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvferry.common.errors import ConfigError, IndexUnavailable
+from kvferry.services.index.base import MAX_EXPECTED, Matches
 from kvferry.services.index.redis import RedisIndex
 from tests.index.conformance import TTL_S, chain, node
 from tests.index.servers import RedisServer, binaries, late_proxy
@@ -44,6 +45,7 @@ async def every_call(index):
         index.nodes(),
         index.store("a", chain(8)),
         index.remove("a", chain(8)),
+        index.expect("a", chain(8), TTL_S),
         index.match(chain(8)),
     )
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -55,7 +57,7 @@ def test_no_redis_is_said_at_once_and_without_the_password(url):
         async with opened(url) as index:
             begun = time.monotonic()
             errors = await every_call(index)
-            assert all(isinstance(error, IndexUnavailable) for error in (*errors[:3], errors[-1]))
+            assert all(isinstance(error, IndexUnavailable) for error in (*errors[:3], *errors[5:]))
             assert errors[3:5] == [None, None]  # updates of an instance that was never announced
             assert time.monotonic() - begun < TIMEOUT_S + 0.5
             assert "secret" not in str(errors)
@@ -74,7 +76,7 @@ def test_a_redis_that_hangs_costs_one_timeout_and_heals(redis_server):
                     assert time.monotonic() - begun < TIMEOUT_S + 0.5
             await index.announce(node("a"), TTL_S)
             await index.store("a", chain(8))
-            assert await index.match(chain(8)) == {"a": 8}
+            assert (await index.match(chain(8))).held == {"a": 8}
 
     asyncio.run(run())
 
@@ -87,7 +89,7 @@ def test_more_callers_than_connections_all_get_an_answer_in_time_when_redis_hang
                 errors = await asyncio.gather(*(index.match(chain(8)) for _ in range(200)), return_exceptions=True)
                 assert all(isinstance(error, IndexUnavailable) for error in errors)
                 assert time.monotonic() - begun < TIMEOUT_S + 1
-            assert await index.match(chain(8)) == {"a": 8}
+            assert (await index.match(chain(8))).held == {"a": 8}
 
     asyncio.run(run())
 
@@ -102,8 +104,8 @@ def test_a_lookup_cancelled_in_mid_flight_never_answers_another(redis_server):
                     task.cancel()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
                 assert all(isinstance(result, asyncio.CancelledError) for result in results)
-            assert await index.match(chain(3)) == {"a": 3}
-            assert await index.match(chain(4, salt="unknown")) == {}
+            assert (await index.match(chain(3))).held == {"a": 3}
+            assert (await index.match(chain(4, salt="unknown"))).held == {}
 
     asyncio.run(run())
 
@@ -116,7 +118,7 @@ def test_answers_stay_right_while_callers_give_up_at_random_moments(redis_server
             async def ask(num_blocks: int, patience_s: float) -> None:
                 try:
                     async with asyncio.timeout(patience_s):
-                        assert await index.match(chain(num_blocks)) == {"a": num_blocks}
+                        assert (await index.match(chain(num_blocks))).held == {"a": num_blocks}
                 except TimeoutError:
                     pass
 
@@ -131,15 +133,18 @@ def test_a_flushed_redis_is_right_again_after_the_next_announces(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url) as index:
             await index.announce(node("b"), TTL_S)
+            await index.expect("a", chain(8), TTL_S)
             redis_server.admin.flushall()
             assert await index.nodes() == []
-            assert await index.match(chain(8)) == {}
+            assert await index.match(chain(8)) == Matches({}, {})
+            await index.expect("a", chain(8), TTL_S)
             await index.store("a", chain(8))  # before the announce: must not count for whoever comes next
             assert await index.announce(node("b"), TTL_S) is True
-            assert await index.match(chain(8)) == {}
+            assert await index.match(chain(8)) == Matches({}, {})
             assert await index.announce(node("a"), TTL_S) is True
+            assert await index.match(chain(8)) == Matches({}, {"a": 8})
             await index.store("a", chain(8))
-            assert await index.match(chain(8)) == {"a": 8}
+            assert (await index.match(chain(8))).held == {"a": 8}
 
     asyncio.run(run())
 
@@ -148,7 +153,9 @@ def test_forgotten_scripts_are_loaded_again(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url) as index:
             redis_server.admin.script_flush()
-            assert await index.match(chain(8)) == {"a": 8}
+            await index.expect("a", chain(8), TTL_S)
+            redis_server.admin.script_flush()
+            assert await index.match(chain(8)) == Matches({"a": 8}, {"a": 8})
 
     asyncio.run(run())
 
@@ -162,7 +169,7 @@ def test_a_restarted_redis_is_found_again(tmp_path):
             with pytest.raises(IndexUnavailable):
                 await index.match(chain(8))
             server.start()
-            assert await index.match(chain(8)) == {}
+            assert (await index.match(chain(8))).held == {}
             assert await index.announce(node("a"), TTL_S) is True
 
     try:
@@ -200,6 +207,24 @@ def test_block_entries_expire_and_a_store_renews_them(redis_server):
     asyncio.run(run())
 
 
+def test_what_is_expected_takes_bounded_room_however_long_and_many_the_prompts_and_ends_with_the_last_of_them(
+    redis_server,
+):
+    async def run() -> None:
+        async with with_a_node(redis_server.url, namespace="soon") as index:
+            names = chain(8000)
+            for end in range(3 * MAX_EXPECTED):
+                await index.expect("a", names[: 8000 - end], 1 + end)
+            (key,) = redis_server.admin.scan_iter("soon:soon:*")
+            members = redis_server.admin.zrange(key, 0, -1)
+            assert len(members) == MAX_EXPECTED
+            assert all(len(member) < 1100 for member in members)
+            assert redis_server.admin.memory_usage(key, samples=0) < 1500 * MAX_EXPECTED
+            assert 2 * MAX_EXPECTED * 1000 < redis_server.admin.pttl(key) <= 3 * MAX_EXPECTED * 1000
+
+    asyncio.run(run())
+
+
 def test_a_record_of_another_version_is_left_out(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url, namespace="versions") as index:
@@ -214,7 +239,7 @@ def test_namespaces_do_not_see_each_other(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url, namespace="one"), opened(redis_server.url, namespace="two") as other:
             assert await other.nodes() == []
-            assert await other.match(chain(8)) == {}
+            assert (await other.match(chain(8))).held == {}
 
     asyncio.run(run())
 

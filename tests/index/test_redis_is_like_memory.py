@@ -26,6 +26,7 @@ _calls = st.lists(
         st.tuples(st.just("withdraw"), _instances),
         st.tuples(st.sampled_from(["store", "remove"]), _instances, st.integers(0, 12)),
         st.tuples(st.just("match"), st.integers(0, 12)),
+        st.tuples(st.just("expect"), _instances, st.sampled_from([0, 5, 12])),  # fewer than are forgotten
         st.tuples(st.just("nodes")),
     ),
     max_size=40,
@@ -46,6 +47,8 @@ async def _apply(index, call):
             return await index.store(instance, chain(12)[:num_blocks])
         case ("remove", instance, num_blocks):  # children before parents
             return await index.remove(instance, chain(12)[num_blocks:])
+        case ("expect", instance, num_blocks):
+            return await index.expect(instance, chain(12)[:num_blocks], TTL_S)
         case ("match", num_blocks):
             return await index.match(chain(12)[:num_blocks])
         case _:

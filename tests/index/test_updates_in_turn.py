@@ -141,7 +141,7 @@ def test_a_late_update_of_a_replaced_instance_changes_nothing(redis_server):
             await new.store("new", NAMES[:5])
             await wire.late(0)
             await old.remove("old", NAMES[2:])
-            assert await new.match(NAMES) == {"new": 5}
+            assert (await new.match(NAMES)).held == {"new": 5}
         finally:
             await old.aclose()
             await new.aclose()
@@ -161,9 +161,9 @@ def test_blocks_that_many_have_held_are_freed_of_the_dead(redis_server):
             await index.store("b", NAMES[:1])
             (key,) = redis_server.admin.scan_iter(f"{namespace}:b:*")
             assert len(redis_server.admin.get(key)) == 4 * 13
-            assert await index.match(NAMES[:1]) == {"a11": 1, "b": 1}
+            assert (await index.match(NAMES[:1])).held == {"a11": 1, "b": 1}
             assert len(redis_server.admin.get(key)) == 4 * 2
-            assert await index.match(NAMES[:1]) == {"a11": 1, "b": 1}
+            assert (await index.match(NAMES[:1])).held == {"a11": 1, "b": 1}
         finally:
             await index.aclose()
 

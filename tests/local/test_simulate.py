@@ -59,7 +59,7 @@ def test_every_request_ends_and_nothing_is_left_behind(fleet: Fleet, policy: str
         assert (node.pool.num_held, len(node.prompts), len(node.waiting), node.num_streams) == (0, 0, 0, 0)
         assert node.pool.num_cached <= node.pool.num_blocks
         for request in requests:
-            found = asyncio.run(sim.index.match(request.blocks)) if request.blocks else {}
+            found = asyncio.run(sim.index.match(request.blocks)).held
             assert found.get(node.record.instance_id, 0) == node.pool.match(request.blocks)
 
 

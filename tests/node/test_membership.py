@@ -77,7 +77,7 @@ def test_changes_wait_for_the_index_and_arrive() -> None:
         await index.refused.wait()
         index.away = False
         await index.stored.wait()
-        assert await index.match(chain(4)) == {"a": 4}
+        assert (await index.match(chain(4))).held == {"a": 4}
         for task in tasks:
             task.cancel()
 

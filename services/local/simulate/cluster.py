@@ -136,7 +136,7 @@ class Simulation:
     # ---- a request's way
 
     async def _arrive(self, request: Request) -> None:
-        matches = await self.index.match(request.blocks) if request.blocks else {}
+        matches = (await self.index.match(request.blocks)).held
         choice = self._policy(request, (self._seen, matches, self.ledger), self._rng)
         served = Served(request)
         self.served.append(served)
