@@ -78,7 +78,7 @@ def test_bfloat16_weights_of_every_kind_are_widened_exactly() -> None:
 
 
 def test_narrow_weights_are_refused_off_the_cpu() -> None:
-    with pytest.raises(ValueError, match="weights are kept as int8 on a CPU only, not on meta"):
+    with pytest.raises(ValueError, match="weights become int8 on a CPU only, not on meta"):
         ops.pack_linear(torch.empty(4, 4, device="meta"), weight_format="int8")
 
 
