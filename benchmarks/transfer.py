@@ -4,10 +4,11 @@
                                   [--max-mb 256] [--seconds 0.5]
 
 Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
-transports and of the copy are interleaved; rates are medians. *Of copy* is the share of a plain copy of as many bytes,
-which for few bytes is one within the cache, *of memory* that of a plain copy of 256 MiB, taken before and after. CPU
-time is that of both processes. Pulls above `--max-mb` are left out. ucx runs over what UCX_TLS says, and without it
-over whatever UCX finds on this host; pulls of 8 MB and more are compared with `ucx_perftest` over the same.
+transports and of the copies are interleaved; rates are medians. *Of copy* is the share of a plain copy of as many
+bytes, which for few bytes is one within the cache, *of memory* that of a plain copy of 256 MiB, before and after. Each
+one that is timed follows one of its own kind, so that none writes back what another left in the cache. CPU time is that
+of both processes. Pulls above `--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever
+UCX finds on this host; pulls of 8 MB and more are compared with `ucx_perftest` over the same.
 """
 
 from __future__ import annotations
@@ -138,10 +139,12 @@ async def measure(
     found = {name: Measured() for name in ("copy", *reader)}
     deadline = time.perf_counter() + budget_s * len(found)
     while time.perf_counter() < deadline or len(found["copy"].seconds) < 5:
+        np.copyto(segment.buffer[:count], source[:count])
         started = time.perf_counter()
         np.copyto(segment.buffer[:count], source[:count])
         found["copy"].seconds.append(time.perf_counter() - started)
         for name, (puller, peer) in reader.items():
+            await puller.pull(peer, said.lease_id, ids, ids)
             cpu = time.process_time() + sum(owner_process.cpu_times()[:2])
             started = time.perf_counter()
             for _ in range(rounds := max(1, 16 // count)):  # small ones at once: the owner's clock ticks in 10 ms
