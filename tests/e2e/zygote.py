@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,9 @@ IMPORTS = (
     "kvferry.services.decode.service",
     "kvferry.services.prefill.service",
 )
+
+_asking = threading.Lock()
+"""An answer belongs to the question before it, whichever thread of a test asks."""
 
 
 class Forked:
@@ -74,11 +78,12 @@ def _zygote() -> subprocess.Popen[str]:
 
 
 def _ask(**request: Any) -> dict[str, Any]:
-    process = _zygote()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(json.dumps(request), file=process.stdin, flush=True)
-    reply: dict[str, Any] = json.loads(process.stdout.readline())
+    with _asking:
+        process = _zygote()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(request), file=process.stdin, flush=True)
+        reply: dict[str, Any] = json.loads(process.stdout.readline())
     return reply
 
 
