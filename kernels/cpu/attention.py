@@ -50,7 +50,7 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, head_dim)
     num_threads = torch.get_num_threads()
     rows = plan.max_tokens * (num_heads // num_kv_heads)
-    scratch_floats = head_dim * KV_TILE + rows * (2 * head_dim + KV_TILE + 8 + 1)
+    scratch_floats = 32 + head_dim * KV_TILE + rows * (2 * head_dim + KV_TILE + 8 + 1)
     scratch_floats += -scratch_floats % 16  # threads write to cache lines of their own
     scratch = query.new_empty(num_threads * scratch_floats)
     kernels().run(

@@ -30,6 +30,8 @@ SHAPES = [
     Shape(4, 2, 80, 24),
     Shape(5, 1, 63, 48),
     Shape(8, 1, 128, 128),
+    Shape(8, 2, 64, 32),
+    Shape(2, 2, 24),
 ]
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER = 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from kvferry.kernels.cpu.jit.constants import FLOAT32, KV_TILE
+from kvferry.kernels.cpu.jit.few_rows import FEW_ROWS, GROUP, NUM_GROUPS, add_few_values, fetch, list_groups, score_few
 from kvferry.kernels.cpu.jit.kv import LINE, size_of, widen, write_columns
-from kvferry.kernels.cpu.jit.matmul import CACHE_LINE, multiply_tile
+from kvferry.kernels.cpu.jit.matmul import multiply_tile
 from kvferry.kernels.cpu.jit.simd import (
     F32,
     add,
@@ -24,14 +25,15 @@ from kvferry.kernels.cpu.jit.simd import (
     load_int,
     max_lanes,
     mul,
-    prefetch,
     splat,
     store,
     store_float,
+    store_int,
     sub,
     sum_lanes,
     take_next,
 )
+from kvferry.kernels.cpu.jit.threads import load_shared
 
 ITEM_INTS = 4
 """A work item: first query row, number of tokens, context length, address of the block table."""
@@ -59,8 +61,10 @@ def _attend(args, item, kv_head, scratch):
     num_rows, row_bytes = num_tokens * group, head_dim * F32
     kind = load_int(args + 136)
     pool = _pool(args, kv_head, load_int(item + 24), head_dim * size_of(kind))
-    # Scratch: transposed keys, queries, results, weights; per row 8 partial sums of weights and the highest score.
-    keys = scratch
+    # Scratch: where keys lie, twice; transposed keys, queries, results, weights; per row 8 partial sums of weights and
+    # the highest score.
+    groups, after = scratch, scratch + NUM_GROUPS * 8
+    keys = scratch + 2 * NUM_GROUPS * 8
     queries = keys + head_dim * LINE
     results = queries + num_rows * row_bytes
     weights = results + num_rows * row_bytes
@@ -73,20 +77,49 @@ def _attend(args, item, kv_head, scratch):
         store(sums + row * 8 * F32, splat(0.0, 8))
         store_float(highest + row * F32, -math.inf)
     num_keys = context_len + num_tokens
+    few = num_rows <= FEW_ROWS and pool[2] % GROUP == 0 and head_dim % GROUP == 0
+    if few:
+        list_groups(pool, 0, num_keys, groups)
     for start in range(0, num_keys, KV_TILE):
         count = min(KV_TILE, num_keys - start)
         done = max(0, start - context_len) * group  # rows whose own position lies before this tile
         rows, seeing, tile = num_rows - done, queries + done * row_bytes, weights + done * LINE
-        _transpose_keys(pool, value_bytes, head_dim, start, count, keys, kind)
-        multiply_tile(seeing, row_bytes, rows, keys, LINE, KV_TILE, tile, LINE, head_dim, True, keys)
+        if few:
+            if start + KV_TILE < num_keys:
+                list_groups(pool, start + KV_TILE, num_keys, after)
+            else:
+                _list_upcoming(args, groups, after)
+            score_few(seeing, row_bytes, rows, groups, count, after, head_dim, tile, kind)
+        else:
+            _transpose_keys(pool, value_bytes, head_dim, start, count, keys, kind)
+            multiply_tile(seeing, row_bytes, rows, keys, LINE, KV_TILE, tile, LINE, head_dim, True, keys, 0)
         for row in range(done, num_rows):
             visible = min(KV_TILE, context_len + row // group + 1 - start)
             total, result = sums + row * 8 * F32, results + row * row_bytes
             _soften(weights + row * LINE, visible, highest + row * F32, total, result, head_dim)
-        _add_values(pool, value_bytes, head_dim, start, num_keys, tile, rows, results + done * row_bytes, keys, kind)
+        sums_of = results + done * row_bytes
+        if few:
+            add_few_values(groups, value_bytes, count, after, head_dim, tile, rows, sums_of, keys, kind)
+            groups, after = after, groups
+        else:
+            _add_values(pool, value_bytes, head_dim, start, num_keys, tile, rows, sums_of, keys, kind)
     for row in range(num_rows):
         target = out + ((first_row + row // group) * num_heads + kv_head * group + row % group) * row_bytes
         _finish(results + row * row_bytes, target, head_dim, sum_lanes(load(sums + row * 8 * F32, 8)))
+
+
+@inlined
+def _list_upcoming(args, groups, after):
+    """The first groups of the item that is most likely taken next, or `groups` again: what is fetched meanwhile."""
+    num_kv_heads, upcoming = load_int(args + 80), load_shared(args)
+    if upcoming < load_int(args + 112) * num_kv_heads:
+        item = load_int(args + 104) + upcoming // num_kv_heads * ITEM_INTS * 8
+        row_bytes = load_int(args + 96) * size_of(load_int(args + 136))
+        pool = _pool(args, upcoming % num_kv_heads, load_int(item + 24), row_bytes)
+        list_groups(pool, 0, load_int(item + 8) + load_int(item + 16), after)
+    else:
+        for i in range(NUM_GROUPS):
+            store_int(after + i * 8, load_int(groups + i * 8))
 
 
 @inlined
@@ -110,19 +143,12 @@ def _run(pool, position, stop):
 
 
 @inlined
-def _fetch(address, size):
-    """Asks for memory that will be read soon: blocks lie scattered, which no hardware foresees."""
-    for line in range(0, size, CACHE_LINE):
-        prefetch(address + line)
-
-
-@inlined
 def _transpose_keys(pool, value_bytes, head_dim, start, count, keys, kind):
     """Keys `[start, start + count)` -> columns of `keys` [head_dim, KV_TILE]; the other columns keep what they held."""
     at = 0
     while at < count:
         run, source = _run(pool, start + at, start + count), _slot(pool, start + at)
-        _fetch(source + value_bytes, run * pool[4])
+        fetch(source + value_bytes, run * pool[4])
         write_columns(source, run, head_dim, keys + at * F32, kind)
         at += run
 
@@ -135,15 +161,15 @@ def _add_values(pool, value_bytes, head_dim, start, num_keys, weights, rows, res
     while at < stop:
         run, values = _run(pool, at, stop), _slot(pool, at) + value_bytes
         if at + KV_TILE < num_keys:
-            _fetch(_slot(pool, at + KV_TILE), _run(pool, at + KV_TILE, num_keys) * pool[4])
+            fetch(_slot(pool, at + KV_TILE), _run(pool, at + KV_TILE, num_keys) * pool[4])
         if kind == FLOAT32:
             tile = weights + (at - start) * F32
-            multiply_tile(tile, LINE, rows, values, row_bytes, head_dim, results, row_bytes, run, False, values)
+            multiply_tile(tile, LINE, rows, values, row_bytes, head_dim, results, row_bytes, run, False, values, 0)
         else:
             widen(values, wide + (at - start) * row_bytes, run * head_dim, kind)
         at += run
     if kind != FLOAT32:
-        multiply_tile(weights, LINE, rows, wide, row_bytes, head_dim, results, row_bytes, stop - start, False, wide)
+        multiply_tile(weights, LINE, rows, wide, row_bytes, head_dim, results, row_bytes, stop - start, False, wide, 0)
 
 
 @inlined

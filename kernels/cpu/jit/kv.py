@@ -10,14 +10,14 @@ from typing import Any
 
 from kvferry.kernels.cpu.jit.constants import BFLOAT16, FLOAT32, KV_TILE
 from kvferry.kernels.cpu.jit.matmul import copy
-from kvferry.kernels.cpu.jit.simd import F32, called, inlined, load, store, transpose_8x8
+from kvferry.kernels.cpu.jit.simd import F32, called, columns_float32, inlined, load, store, store_columns
 from kvferry.kernels.cpu.jit.widen import (
+    columns_bfloat16,
+    columns_float16,
     load_bfloat16,
     load_float16,
     store_bfloat16,
     store_float16,
-    transpose_bfloat16,
-    transpose_float16,
 )
 
 LINE = KV_TILE * F32
@@ -30,7 +30,7 @@ def size_of(kind):
     return F32 if kind == FLOAT32 else 2
 
 
-def _columns(read: Any, transpose: Any, size: int) -> Any:
+def _columns(read: Any, columns: Any, size: int) -> Any:
     """Rows `[count, head_dim]` -> the first columns of `target` [head_dim, KV_TILE]."""
 
     @called
@@ -41,7 +41,7 @@ def _columns(read: Any, transpose: Any, size: int) -> Any:
             step = 8 if at + 8 <= count else 1
             dim = 0
             while step == 8 and dim + 8 <= head_dim:
-                transpose(source + dim * size, row_bytes, target + dim * LINE + at * F32, LINE)
+                store_columns(target + dim * LINE + at * F32, LINE, columns(source + dim * size, row_bytes))
                 dim += 8
             while dim < head_dim:
                 for i in range(step):
@@ -69,9 +69,9 @@ def _copied(read: Any, write: Any, read_size: int, write_size: int) -> Any:
     return convert
 
 
-_columns_float32 = _columns(load, transpose_8x8, F32)
-_columns_bfloat16 = _columns(load_bfloat16, transpose_bfloat16, 2)
-_columns_float16 = _columns(load_float16, transpose_float16, 2)
+_columns_float32 = _columns(load, columns_float32, F32)
+_columns_bfloat16 = _columns(load_bfloat16, columns_bfloat16, 2)
+_columns_float16 = _columns(load_float16, columns_float16, 2)
 _widen_bfloat16, _widen_float16 = _copied(load_bfloat16, store, 2, F32), _copied(load_float16, store, 2, F32)
 _round_bfloat16, _round_float16 = _copied(load, store_bfloat16, F32, 2), _copied(load, store_float16, F32, 2)
 

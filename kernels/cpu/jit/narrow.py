@@ -134,7 +134,7 @@ def _block(x, rows, width, weights, size, scales, scratch, kind, group):
                 _widen(here, scale, tile, count, kind)
                 after = here + count * COLUMNS * size
                 multiply_tile(
-                    x + at * F32, width * F32, rows, tile, stride, COLUMNS, chain, stride, count, fresh, after
+                    x + at * F32, width * F32, rows, tile, stride, COLUMNS, chain, stride, count, fresh, after, size
                 )
         if start > 0:
             add_chain(scratch, chain, rows)

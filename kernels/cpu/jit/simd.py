@@ -178,34 +178,69 @@ sum_lanes = _folded(lambda builder, a, b: builder.fadd(a, b))
 max_lanes = _folded(_greater)
 
 
-def transposed_8x8(kind: ir.Type, size: int, widen: Callable[..., ir.Value]) -> Any:
-    """Row i of `source`, numbers of `size` bytes, becomes column i of `target`; strides are bytes between rows."""
+def columns_8x8(kind: ir.Type, size: int, widen: Callable[..., ir.Value]) -> Any:
+    """The columns of 8 rows of 8 numbers of `size` bytes, one after the other; `stride` is bytes between rows."""
 
-    def typed(typing_context: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
+    def typed(typing_context: Any, source: Any, stride: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def row(base: ir.Value, stride: ir.Value, i: int, of: ir.Type) -> ir.Value:
-                return _pointer(builder, builder.add(base, builder.mul(stride, _I64(i))), ir.VectorType(of, 8))
+            def half(i: int, first: int) -> ir.Value:
+                offset = builder.add(builder.mul(args[1], _I64(i)), _I64(first * size))
+                return builder.load(_pointer(builder, builder.add(args[0], offset), ir.VectorType(kind, 4)), align=size)
 
             def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-                return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 8), lanes))
+                return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
 
-            r = [widen(builder, builder.load(row(args[0], args[1], i, kind), align=size), 8) for i in range(8)]
-            low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-            pairs = [shuffle(r[i], r[i + 1], lanes) for i in (0, 2, 4, 6) for lanes in (low, high)]
-            low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-            fours = [shuffle(pairs[i], pairs[i + 2], lanes) for i in (0, 1, 4, 5) for lanes in (low, high)]
-            low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-            columns = [shuffle(fours[i], fours[i + 4], lanes) for lanes in (low, high) for i in range(4)]
-            for i, column in enumerate(columns):
-                builder.store(column, row(args[2], args[3], i, _FLOAT), align=F32)
-            return context.get_dummy_value()
+            columns = []
+            for first in (0, 4):  # rows i and i + 4 side by side: what follows never crosses the halves of a register
+                r = [widen(builder, shuffle(half(i, first), half(i + 4, first), list(range(8))), 8) for i in range(4)]
+                low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+                pairs = [shuffle(r[i], r[i + 1], lanes) for lanes in (low, high) for i in (0, 2)]
+                low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+                columns += [shuffle(pairs[i], pairs[i + 1], lanes) for i in (0, 2) for lanes in (low, high)]
+            while len(columns) > 1:
+                joined = list(range(2 * columns[0].type.count))
+                columns = [shuffle(columns[i], columns[i + 1], joined) for i in range(0, len(columns), 2)]
+            return columns[0]
 
-        return types.void(*[types.intp] * 4), generate
+        return Vector(64)(types.intp, types.intp), generate
 
     return intrinsic(typed)
 
 
-transpose_8x8 = transposed_8x8(_FLOAT, F32, lambda builder, row, width: row)
+def _column(builder: ir.IRBuilder, columns: ir.Value, i: int) -> ir.Value:
+    lanes = ir.Constant(ir.VectorType(_I32, 8), list(range(8 * i, 8 * i + 8)))
+    return builder.shuffle_vector(columns, columns, lanes)
+
+
+@intrinsic
+def store_columns(typing_context: Any, target: Any, stride: Any, columns: Any) -> Any:
+    """Column i of `columns_8x8` becomes row i of `target`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for i in range(8):
+            row = builder.add(args[0], builder.mul(args[1], _I64(i)))
+            builder.store(_column(builder, args[2], i), _pointer(builder, row, ir.VectorType(_FLOAT, 8)), align=F32)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, columns), generate
+
+
+@intrinsic
+def add_products(typing_context: Any, total: Any, a: Any, columns: Any) -> Any:
+    """`total` + a[0] * column 0 + ... + a[7] * column 7 of `columns_8x8`, one fused multiply-add after the other."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, lanes = args[0], ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
+        for i in range(8):
+            number = builder.load(_pointer(builder, builder.add(args[1], _I64(i * F32)), _FLOAT), align=F32)
+            one = builder.insert_element(ir.Constant(sums.type, ir.Undefined), number, _I32(0))
+            sums = _named("fma")(builder, builder.shuffle_vector(one, one, lanes), _column(builder, args[2], i), sums)
+        return sums
+
+    return total(total, types.intp, columns), generate
+
+
+columns_float32 = columns_8x8(_FLOAT, F32, lambda builder, row, width: row)
 
 
 def _scalar_load(kind: ir.Type, result: Any, align: int) -> Any:
@@ -229,6 +264,15 @@ def store_float(typing_context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp, types.float32), generate
+
+
+@intrinsic
+def store_int(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], _I64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
 
 
 @intrinsic

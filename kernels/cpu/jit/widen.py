@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvferry.kernels.cpu.jit.simd import Vector, transposed_8x8
+from kvferry.kernels.cpu.jit.simd import Vector, columns_8x8
 
 _FLOAT, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 
@@ -80,5 +80,5 @@ def _from_int8(builder: ir.IRBuilder, narrow: ir.Value, width: int) -> ir.Value:
 load_int8 = _widened(ir.IntType(8), 1, _from_int8)
 load_bfloat16, load_float16 = _widened(_I16, 2, _from_bfloat16), _widened(ir.HalfType(), 2, _from_float16)
 store_bfloat16, store_float16 = _rounded(_to_bfloat16), _rounded(_to_float16)
-transpose_bfloat16 = transposed_8x8(_I16, 2, _from_bfloat16)
-transpose_float16 = transposed_8x8(ir.HalfType(), 2, _from_float16)
+columns_bfloat16 = columns_8x8(_I16, 2, _from_bfloat16)
+columns_float16 = columns_8x8(ir.HalfType(), 2, _from_float16)
