@@ -23,6 +23,7 @@ from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention as cpu_attention
 from kvferry.kernels.cpu import elementwise as cpu_elementwise
 from kvferry.kernels.cpu import numerics as cpu_numerics
+from kvferry.kernels.cpu import sampling as cpu_sampling
 from kvferry.kernels.cpu.dense import PackedLinear
 from kvferry.kernels.cpu.narrow import NarrowLinear
 from kvferry.kernels.cpu.narrow import WeightFormat as WeightFormat
@@ -324,6 +325,8 @@ def filter_tokens(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
         from kvferry.kernels.triton import sampling as gpu_sampling
 
         return gpu_sampling.filter_tokens(probs, top_k, top_p, min_p)
+    if _is_compiled(probs):
+        return cpu_sampling.filter_tokens(probs, top_k, top_p, min_p)
     return reference.filter_tokens(probs, top_k, top_p, min_p)
 
 

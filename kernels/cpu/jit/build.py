@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import binding
 from numba import cfunc, types
 
-from kvferry.kernels.cpu.jit import attention, elementwise, matmul, narrow, replay, rows
+from kvferry.kernels.cpu.jit import attention, elementwise, matmul, narrow, replay, rows, sampling
 from kvferry.kernels.cpu.native import host_machine
 
 KERNELS: tuple[Callable[..., None], ...] = (
@@ -26,6 +26,7 @@ KERNELS: tuple[Callable[..., None], ...] = (
     elementwise.rotary_and_write_kv,
     elementwise.silu_and_mul,
     rows.copy_rows,
+    sampling.filter_tokens,
 )
 
 

@@ -8,3 +8,6 @@ COLUMNS, WIDTH_MULTIPLE = 64, 16
 
 INT8, BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2, 3
 """How numbers are kept: weights of a narrow dense layer in the first three ways, keys and values in the last three."""
+
+BUCKETS = 2048
+"""Of the histogram by which the sampler's filters select: float64 each."""

@@ -255,6 +255,17 @@ def _scalar_load(kind: ir.Type, result: Any, align: int) -> Any:
 
 load_float = _scalar_load(_FLOAT, types.float32, F32)
 load_int = _scalar_load(_I64, types.intp, 8)
+load_double = _scalar_load(ir.DoubleType(), types.float64, 8)
+
+
+@intrinsic
+def load_bits(typing_context: Any, address: Any) -> Any:
+    """The bits of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_pointer(builder, args[0], _I32), align=F32), _I64)
+
+    return types.intp(types.intp), generate
 
 
 @intrinsic
@@ -264,6 +275,15 @@ def store_float(typing_context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp, types.float32), generate
+
+
+@intrinsic
+def store_double(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], ir.DoubleType()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float64), generate
 
 
 @intrinsic
