@@ -15,6 +15,9 @@ from kvferry.kernels.cpu.native import float_bits, kernels
 QUERY_TILE = 32
 """Tokens of a chunk that are attended together: a tile of keys is prepared once for all of them."""
 
+_SHORT_CHUNK = 64
+"""Up to here a chunk's tiles are half as large: three of them, one per head, would leave a second thread idle."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -32,8 +35,9 @@ def plan_attention(
     address, row_bytes = tables.data_ptr(), tables.stride(0) * tables.element_size()
     items = []
     for i, (start, stop) in enumerate(pairwise(query_starts)):
-        for first in range(start, stop, QUERY_TILE):
-            num_tokens = min(QUERY_TILE, stop - first)
+        tile = QUERY_TILE if stop - start > _SHORT_CHUNK else QUERY_TILE // 2
+        for first in range(start, stop, tile):
+            num_tokens = min(tile, stop - first)
             items.append((first, num_tokens, context_lens[i] + first - start, address + i * row_bytes))
     items.sort(key=lambda item: -item[1] * (item[2] + item[1]))  # the largest first: threads end at the same time
     max_tokens = max((item[1] for item in items), default=0)
