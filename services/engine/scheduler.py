@@ -7,9 +7,12 @@ at a time, is taken by preempting the last running sequence in order.
 
 Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, because
   - nobody passes the first in the queue, however small: it gets the next blocks and seats that come free. Those behind
-    it wait for it to start, which is at the latest when the sequences that run now have ended;
+    it wait for it to start, which is at the latest when the sequences that run now have ended. Only while it waits for
+    a step's tokens alone may those that are to receive their KV take blocks that it does not need;
   - of those with seats to wait for, the ones that own their blocks already (`received`) go first;
-  - a chunk of one prompt takes at most `long_prefill_token_threshold` tokens of a step, so that others progress too;
+  - a running prompt leaves half of a step's prompt tokens to running ones after it, to `received` ones, and to the
+    first in the queue if that half is all it needs, so that no long prompt keeps out what is small or has its KV;
+  - a chunk of one prompt takes at most `long_prefill_token_threshold` tokens of a step, so that more progress;
   - under `priority`, a sequence is overtaken by at most `waiting.MAX_OVERTAKEN` later ones;
   - a sequence (not a beam) that was preempted `max_num_preemptions` times reserves blocks for all that it may still
     produce when it starts again, and then runs to its end: it lacks no block, and it is no victim while others are.
@@ -17,12 +20,11 @@ Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, b
 
 from __future__ import annotations
 
-import bisect
 import time
-from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvferry.common.errors import BadRequest, PromptExceedsPool
+from kvferry.services.engine.backlog import Backlog
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.schedule import BlockCopy, Schedule, Scheduled
@@ -32,6 +34,14 @@ from kvferry.services.engine.waiting import WaitingQueue, order
 
 WATERMARK = 0.01
 """Part of the pool that no newcomer gets while others run: room for them to grow before one must be preempted."""
+
+
+class _Need(NamedTuple):
+    """What a sequence must reserve to start: it shares `hits`; `num_blocks` of those available now go to it."""
+
+    hits: list[int]
+    fresh: int
+    num_blocks: int
 
 
 class Scheduler:
@@ -45,6 +55,7 @@ class Scheduler:
         self.received = WaitingQueue()  # complete receives, and failed ones: they own their blocks
         self._arrived: list[int] = []  # blocks received since the last step
         self.running: list[Sequence] = []  # in order
+        self.backlog = Backlog(pool, self.running, self.received, self.waiting)
         self._short: Sequence | None = None  # the last one that found too few blocks
         self._num_preemptions = 0
         self._num_copied_blocks = 0
@@ -52,25 +63,6 @@ class Scheduler:
     @property
     def num_seats(self) -> int:
         return sum(seq.num_seats for seq in self.running)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens still to be computed, those of running prompts too."""
-        return sum(end - start for start, end in self.uncomputed())
-
-    def uncomputed(self) -> Iterator[tuple[int, int]]:
-        """Each prompt's tokens `[start, end)` that are still to be computed, as far as can be told: one that waits will
-        find what is cached now, and what those before it compute."""
-        coming: set[bytes] = set()
-        for seq in (*self.running, *self.received, *self.waiting):
-            start = seq.num_computed_tokens
-            if seq.status is Status.WAITING and not start:
-                names = seq.names[: seq.num_cacheable_blocks]
-                found = bisect.bisect(names, False, key=lambda name: not (name in coming or self.pool.holds(name)))
-                start = found * seq.block_size
-            if seq.num_tokens - start > (seq.status is Status.RUNNING):
-                coming.update(seq.names)
-                yield start, seq.num_tokens
 
     @property
     def lacks_blocks(self) -> bool:
@@ -100,6 +92,7 @@ class Scheduler:
                 param="priority",
             )
         self.waiting.add(seq)
+        self.backlog.entered(seq)
 
     def drop(self, seq: Sequence) -> None:
         """Takes a sequence out wherever it stands and gives its blocks back. Not for one that a step is computing."""
@@ -131,10 +124,7 @@ class Scheduler:
         decodes = [seq for seq in self.running if seq.num_uncomputed_tokens == 1]
         for seq in decodes:
             budget -= self._add_row(step, seq, min(1, budget))
-        budget = min(budget, self._prompt_budget(bool(decodes)))
-        for seq in self.running:
-            if seq.num_uncomputed_tokens > 1 and budget > 0:
-                budget -= self._add_row(step, seq, budget)
+        budget = self._continue_prompts(step, min(budget, self._prompt_budget(bool(decodes))))
         self._start_more(step, budget)
         while not step.rows and self.running and (self.waiting or self.received):
             self._preempt(step, self._victim())  # only beams run, and they wait for others that have no room
@@ -144,30 +134,71 @@ class Scheduler:
             self._arrived.clear()
         return step
 
+    def _continue_prompts(self, step: Schedule, budget: int) -> int:
+        """Gives running prompts their chunks -> what is left of `budget`."""
+        if not (prompts := [seq for seq in self.running if seq.num_uncomputed_tokens > 1]):
+            return budget
+        behind = sum(seq.num_uncomputed_tokens for seq in prompts) + self._num_startable_tokens(budget // 2)
+        for seq in prompts:
+            behind -= seq.num_uncomputed_tokens
+            budget -= self._add_row(step, seq, budget - min(budget // 2, behind))
+        return budget
+
+    def _num_startable_tokens(self, most: int) -> int:
+        """What others than the running ones could compute now; of the queue, the first alone, if that finishes it."""
+        num_seats, num_tokens = self.num_seats, 0
+        for seq in self.received:
+            if (num_seats := num_seats + seq.num_seats) > self.limits.max_num_seqs:
+                return num_tokens
+            num_tokens += max(seq.num_uncomputed_tokens, 1)
+        if self.waiting and num_seats + (first := self.waiting.first).num_seats <= self.limits.max_num_seqs:
+            need = self._need(first)
+            num_due = first.num_tokens - len(need.hits) * first.block_size
+            if not first.receive and num_due <= most and need.num_blocks <= self._num_free_for_newcomers:
+                num_tokens += max(num_due, 1)
+        return num_tokens
+
     def _start_more(self, step: Schedule, budget: int) -> None:
         while budget > 0 and self.received and self._has_seats(self.received.first):
-            budget -= self._start(step, self.received.pop(), budget)
+            seq = self.received.pop()
+            self._find_again(seq)
+            budget -= self._start(step, seq, budget)
         self.admit(step, budget)
 
     def admit(self, step: Schedule, budget: int) -> None:
         """Lets waiting sequences in, in order, as far as blocks, seats and token budget go."""
         while self.waiting:
             seq = self.waiting.first
-            if not seq.receive and (budget <= 0 or self.received or not self._has_seats(seq)):
+            if not seq.receive and (self.received or not self._has_seats(seq)):
                 return
+            if not seq.receive and budget <= 0:
+                return self._admit_receiving_behind(seq, step)
             if not self._reserve(seq):
                 self._short = seq
                 return
             self.waiting.pop()
             seq.admitted_s = seq.admitted_s or time.monotonic()
-            if seq.receive and seq.num_cacheable_blocks > seq.num_named_blocks:
-                seq.status = Status.RECEIVING
-                step.admitted.append(seq)
-            elif seq.receive:  # its blocks have come into the cache meanwhile
-                seq.receive = False
-                self.received.insert(seq)
+            if seq.receive:
+                self._admit_receiving(seq, step)
             else:
                 budget -= self._start(step, seq, budget)
+
+    def _admit_receiving_behind(self, first: Sequence, step: Schedule) -> None:
+        """`first` waits for tokens alone. Lets those in, in order, whose KV is to come, as far as it leaves blocks."""
+        for seq in [one for one in self.waiting if one.receive]:
+            if not self._reserve(seq, num_kept=self._need(first).num_blocks):
+                return
+            self.waiting.remove(seq)
+            seq.admitted_s = seq.admitted_s or time.monotonic()
+            self._admit_receiving(seq, step)
+
+    def _admit_receiving(self, seq: Sequence, step: Schedule) -> None:
+        if seq.num_cacheable_blocks > seq.num_named_blocks:
+            seq.status = Status.RECEIVING
+            step.admitted.append(seq)
+        else:  # its blocks have come into the cache meanwhile
+            seq.receive = False
+            self.received.insert(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child runs on by itself from where the parent stands, sharing all blocks.
@@ -182,6 +213,7 @@ class Scheduler:
         if parent.status is not Status.RUNNING or parent.num_uncomputed_tokens:
             child.num_preemptions = 1
             self.waiting.insert(child)
+            self.backlog.entered(child)
             return
         child.block_table = parent.block_table[: parent.num_blocks_for(parent.num_tokens)]
         self.pool.acquire(child.block_table)
@@ -217,7 +249,7 @@ class Scheduler:
         if fit is None:
             return 32
         if (wait_ms := self.limits.max_prompt_wait_ms) is not None:
-            fit = max(fit, self.times.prompt_tokens_per_step(self.num_waiting_tokens, wait_ms))
+            fit = max(fit, self.times.prompt_tokens_per_step(self.backlog.num_tokens, wait_ms))
         return max(fit, 16)
 
     def _add_row(self, step: Schedule, seq: Sequence, budget: int) -> int:
@@ -237,12 +269,20 @@ class Scheduler:
         self.running.sort(key=order)
         return self._add_row(step, seq, budget)
 
-    def _reserve(self, seq: Sequence) -> bool:
-        """Takes cached and fresh blocks for all due tokens of `seq`; False and nothing taken when there are too few."""
+    @property
+    def _num_free_for_newcomers(self) -> int:
+        return self.pool.num_available - (int(self.pool.num_blocks * WATERMARK) if self.running else 0)
+
+    def _need(self, seq: Sequence) -> _Need:
         hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)) if self.pool.enable_prefix_caching else []
         fresh = seq.num_blocks_for(self._num_tokens_to_reserve(seq)) - len(hits)
-        watermark = int(self.pool.num_blocks * WATERMARK) if self.running else 0
-        if fresh + self.pool.num_idle(hits) + watermark > self.pool.num_available:
+        return _Need(hits, fresh, fresh + self.pool.num_idle(hits))
+
+    def _reserve(self, seq: Sequence, num_kept: int = 0) -> bool:
+        """Takes cached and fresh blocks for all due tokens of `seq`; False and nothing taken when there are too few
+        beside `num_kept`."""
+        hits, fresh, num_blocks = self._need(seq)
+        if num_blocks + num_kept > self._num_free_for_newcomers:
             return False
         self.pool.acquire(hits)
         incoming = seq.num_cacheable_blocks - len(hits) if seq.receive else 0
@@ -253,6 +293,21 @@ class Scheduler:
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
         return True
+
+    def _find_again(self, seq: Sequence) -> None:
+        """Blocks that others have computed since it reserved its own take the place of those: the turn before this one
+        of a conversation, say, in the same queue."""
+        if not self.pool.enable_prefix_caching:
+            return
+        first = seq.num_computed_tokens // seq.block_size
+        hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)[first:])
+        self.pool.acquire(hits)
+        self.pool.release(seq.block_table[first : first + len(hits)])
+        seq.block_table[first : first + len(hits)] = hits
+        if hits:
+            seq.num_named_blocks = first + len(hits)
+            seq.num_computed_tokens = seq.num_named_blocks * seq.block_size
+            seq.num_cached_tokens += len(hits) * seq.block_size
 
     def _make_room_for_growth(self, step: Schedule) -> None:
         """Gives every running sequence the block that its next token goes into, at the expense of the last in order.
@@ -309,6 +364,7 @@ class Scheduler:
         seq.prompt_logprobs.clear()
         seq.status = Status.WAITING
         self.waiting.insert(seq)
+        self.backlog.entered(seq)
 
     def _give_back(self, seq: Sequence) -> None:
         self.pool.release(seq.block_table)

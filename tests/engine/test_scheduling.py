@@ -14,7 +14,7 @@ from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.engine.waiting import MAX_OVERTAKEN
 from tests.engine.engine_machine import BLOCK, EngineMachine, make_engine, make_sequence
-from tests.engine.fake_runner import generate
+from tests.engine.fake_runner import FakeRunner, generate
 
 
 def submit(engine: Engine, key: str, num_prompt: int, num_new: int = 1, priority: int = 0, **options: Any) -> None:
@@ -78,7 +78,7 @@ def test_nobody_is_overtaken_more_often_than_the_bound() -> None:
 
 
 def test_a_big_prompt_at_the_head_is_passed_by_no_small_one() -> None:
-    engine, _, reports = make_engine(num_blocks=12)
+    engine, _, reports = make_engine(num_blocks=12, max_num_batched_tokens=64)
     submit(engine, "running", 4 * BLOCK, 9)
     engine.step()
     submit(engine, "big", 10 * BLOCK)
@@ -153,6 +153,22 @@ def test_a_prompt_that_waits_behind_one_with_its_beginning_counts_for_the_rest_a
     assert engine.load().num_waiting_tokens == 2, "what is cached is not computed again"
 
 
+def test_what_was_received_finds_what_has_been_computed_while_it_waited() -> None:
+    """Two turns of a conversation, five blocks and six: the second one receives a block and waits for the only seat."""
+    engine, runner, reports = make_engine(max_num_seqs=1)
+    turn, params = [*range(22)], SamplingParams(max_tokens=2)
+    engine.submit(make_sequence("first", turn[:21], params))
+    engine.submit(make_sequence("second", [*turn, 40, 41, 42], params, receive=True))
+    (admitted,) = reports[-1].admitted
+    assert len(admitted.block_ids) == 6
+    engine.step()
+    runner.fill(admitted.block_ids[:1], turn[:4], 0)
+    engine.receive_ended("second", 1)
+    run(engine, reports)
+    _, facts = [token.first for report in reports for token in report.tokens if token.first]
+    assert (facts.received_tokens, facts.cached_tokens, facts.computed_tokens) == (4, 16, 5)
+
+
 def test_beams_that_wait_for_others_without_room_give_theirs_back() -> None:
     """Received prompts own the pool: two beams run, two cannot start, and none has anything to compute."""
     machine = EngineMachine()
@@ -205,3 +221,85 @@ def test_prompts_beside_streams_get_what_a_step_has_room_for_or_what_their_wait_
     submit(engine, "prompt", num_waiting)
     rows = {row.sequence.key: row.num_tokens for row in scheduler.schedule().rows}
     assert rows == {"stream": 1, "prompt": expected}
+
+
+def steps_until(engine: Engine, reports: list[StepReport], key: str) -> int:
+    """Steps until this sequence has had a token; `long` must not have ended by then."""
+    for num_steps in range(1, 50):
+        engine.step()
+        told = {token.key for token in reports[-1].tokens}
+        assert "long" not in told, f"{key} waited for all of the long prompt"
+        if key in told:
+            return num_steps
+    raise AssertionError(f"{key} never had a token")
+
+
+def receive(engine: Engine, reports: list[StepReport], runner: FakeRunner, key: str, prompt: list[int]) -> None:
+    """A receive that brings all full blocks before the last token."""
+    engine.submit(make_sequence(key, prompt, SamplingParams(max_tokens=3), receive=True))
+    (admitted,) = reports[-1].admitted
+    runner.fill(admitted.block_ids, prompt, admitted.first_block)
+    engine.receive_ended(key, admitted.first_block + len(admitted.block_ids))
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_step_ms": 30.0}, {"long_prefill_token_threshold": 12}])
+def test_what_was_received_starts_beside_a_long_prompt(limits: dict[str, Any]) -> None:
+    engine, runner, reports = make_engine(num_blocks=200, **limits)
+    submit(engine, "stream", 4, 60)
+    engine.step()
+    submit(engine, "long", 400)
+    engine.step()
+    for i in range(3):
+        receive(engine, reports, runner, f"r{i}", [i] * 11)
+    assert steps_until(engine, reports, "r2") <= 3
+
+
+def test_a_short_prompt_at_the_head_starts_beside_a_long_one_and_the_long_one_keeps_half() -> None:
+    engine, _, reports = make_engine(num_blocks=200)
+    submit(engine, "long", 400)
+    engine.step()
+    (long,) = engine.scheduler.running
+    for i in range(6):
+        submit(engine, f"s{i}", 8, num_new=1)
+    computed = long.num_computed_tokens
+    for i in range(6):
+        assert steps_until(engine, reports, f"s{i}") == 1
+    assert long.num_computed_tokens == computed + 6 * 8
+    engine.step()
+    assert long.num_computed_tokens == computed + 6 * 8 + 16, "with nobody behind it, a step is all its own"
+
+
+def test_a_long_prompt_leaves_nothing_to_one_that_half_a_step_does_not_finish() -> None:
+    """Of two alike, one after the other is sooner done than both side by side."""
+    engine, _, reports = make_engine(num_blocks=200)
+    for key in ("long", "as-long"):
+        submit(engine, key, 9 * 16)
+    for _ in range(9):
+        assert [token.key for report in reports for token in report.tokens] == []
+        engine.step()
+    assert [token.key for token in reports[-1].tokens] == ["long"]
+
+
+def test_a_long_prompt_leaves_nothing_to_a_short_one_without_blocks_or_seats() -> None:
+    for num_blocks, max_num_seqs in ((24, 6), (200, 1)):
+        engine, _, _ = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+        submit(engine, "long", 23 * BLOCK)
+        engine.step()
+        submit(engine, "short", 5)
+        assert [row.num_tokens for row in engine.scheduler.schedule().rows] == [16]
+
+
+def test_what_is_to_be_received_gets_blocks_while_the_head_waits_for_tokens_alone() -> None:
+    engine, runner, reports = make_engine(num_blocks=40)
+    submit(engine, "long", 20 * BLOCK)
+    engine.step()
+    submit(engine, "head", 12 * BLOCK)
+    receive(engine, reports, runner, "r", [1] * 11)
+    assert steps_until(engine, reports, "r") == 1
+    reports.clear()
+    engine.submit(make_sequence("too-large-beside-the-head", [2] * 40, SamplingParams(max_tokens=3), receive=True))
+    engine.step()
+    assert not any(report.admitted for report in reports)
+    while not any(report.admitted for report in reports):
+        assert engine.step()
+    assert "head" in {seq.key for seq in engine.scheduler.running}, "what was to be received took the head's blocks"
