@@ -31,6 +31,7 @@ _LOADS = (
     "prefill_tokens_per_s",
     "prompt_token_ms",
     "prompt_position_ms",
+    "prompt_depth",
     "step_ms",
     "pull_bytes_per_s",
 )
@@ -118,6 +119,7 @@ def _node_to_json(node: NodeRecord, card: int) -> dict[str, Any]:
         "node_id": node.node_id,
         "role": node.role.value,
         "card": card,
+        "max_model_len": node.max_model_len,
         **load,
         "available": node.load.accounts.available,
     }
@@ -132,6 +134,6 @@ def _node_from_json(row: Mapping[str, Any], cards: list[LayoutCard]) -> NodeReco
         address="",
         model="",
         card=cards[row["card"]],
-        max_model_len=0,
+        max_model_len=row["max_model_len"],
         load=NodeLoad(accounts=BlockAccounts(free=row["available"]), **load),
     )

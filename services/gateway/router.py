@@ -8,11 +8,12 @@ a hot prefix spreads by itself. Everything it is told may be stale: a wrong choi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvferry.common.errors import Draining, LayoutMismatch, Unavailable
+from kvferry.common.errors import ContextTooLong, Draining, KvferryError, LayoutMismatch, Unavailable
 from kvferry.common.nodes import LayoutCard, NodeRecord, NodeState, Role, num_positions
 from kvferry.common.requests import Holder, PrefillCandidate
 from kvferry.services.gateway.plan import Candidate, Cost, InFlight, Pace, Plan, RouteRequest, Usual
@@ -24,8 +25,6 @@ STREAM_STEPS = 3.0
 QUEUE_WEIGHT = 2.0
 """What a millisecond of another node's queue weighs against one that a cached prefix saves here. A queue is worth more
 than its time: what joins it delays those to come."""
-PACE_NOISE = 0.25
-"""Nodes whose predicted time for the prompt differs by less from that of the fleet's mean are taken to be alike."""
 MAX_PREFILL_CANDIDATES = 4
 MAX_HOLDERS = 3
 NUM_REASONS = 16
@@ -35,12 +34,13 @@ def choose(request: RouteRequest, nodes: Sequence[NodeRecord], matches: Mapping[
     """The cheapest pair: each decode node with its cheapest way to compute the prompt, one of the best prefill nodes or
     none. `matches`: instance id -> how many leading blocks of the prompt it holds.
 
-    Raises Draining or Unavailable when no decode node can take the request.
+    Nodes whose context is too short for the prompt compute none of it; they may give blocks. Raises Draining or
+    Unavailable when no decode node can take the request now, and ContextTooLong when none ever can.
     """
     ready = [n for n in nodes if n.state is NodeState.READY and n.instance_id not in request.excluded]
-    decode = [n for n in ready if n.role is not Role.PREFILL]
+    decode = [n for n in ready if n.role is not Role.PREFILL and _can_hold(n, request.num_tokens)]
     if not decode:
-        raise _nobody(nodes)
+        raise _nobody(nodes, request.num_tokens)
     estimate = _Estimate(request, ready, matches)
     ranked = sorted((estimate.decode(n) for n in decode), key=estimate.rank)
     chosen = ranked[0]
@@ -95,7 +95,11 @@ class _Estimate:
         self._helpers: dict[LayoutCard, list[_View]] = {}
         self._reach: dict[LayoutCard, tuple[int, str]] = {}
         self._ways: dict[str, Candidate] = {}
-        prefill = (view for view in self._views.values() if view.node.role is Role.PREFILL)
+        prefill = (
+            view
+            for view in self._views.values()
+            if view.node.role is Role.PREFILL and _can_hold(view.node, request.num_tokens)
+        )
         self._prefill = sorted(prefill, key=lambda view: (self._helper_ms(view), view.salt))
 
     def rank(self, candidate: Candidate) -> tuple[float, bytes]:
@@ -141,7 +145,15 @@ class _Estimate:
             step_ms,
             way.cost.pressure_ms + STREAM_STEPS * self._num_requests(node) * step_ms,
         )
-        return Candidate(node.node_id, view.instance_id, view.matched_blocks, cost, way.computed_by, way.num_uncached)
+        return Candidate(
+            node.node_id,
+            view.instance_id,
+            view.matched_blocks,
+            cost,
+            way.computed_by,
+            way.num_uncached,
+            way.pull_ms,
+        )
 
     def remote(self, helper: _View, decode: NodeRecord) -> Candidate:
         """A prefill node that computes for `decode`."""
@@ -153,7 +165,7 @@ class _Estimate:
         )
         queue_ms = way.cost.queue_ms + helper.room_ms
         cost = Cost(queue_ms, way.cost.compute_ms, moved_ms, pressure_ms=way.cost.pressure_ms)
-        return Candidate(way.node_id, way.instance_id, way.matched_blocks, cost, way.computed_by, way.num_uncached)
+        return replace(way, cost=cost)
 
     def _computed_by(self, view: _View) -> Candidate:
         """Queue, pulled blocks where that is quicker than computing them, and computing.
@@ -170,9 +182,9 @@ class _Estimate:
             saved_ms = self._compute_ms(self.usual.quickest, cached, cached + extra)
             if move_ms < saved_ms:
                 cached, compute_ms, pull_ms = cached + extra, max(compute_ms - saved_ms, 0.0), move_ms
-        num_uncached = self._request.num_tokens - cached
+        name, num_uncached = view.instance_id, self._request.num_tokens - cached
         cost = Cost(view.queue_ms, compute_ms, pull_ms, pressure_ms=(QUEUE_WEIGHT - 1.0) * view.queue_ms)
-        way = Candidate(node.node_id, view.instance_id, view.matched_blocks, cost, view.instance_id, num_uncached)
+        way = Candidate(node.node_id, name, view.matched_blocks, cost, name, num_uncached, pull_ms)
         self._ways[view.instance_id] = way
         return way
 
@@ -186,18 +198,6 @@ class _Estimate:
 
     def _helper_ms(self, helper: _View) -> float:
         return self._computed_by(helper).cost.total_ms + helper.room_ms
-
-    def _pace(self, node: NodeRecord) -> Pace:
-        """The fleet's, unless the node's own is clearly another one: a measurement's noise is not worth a queue. One
-        that has not seen long prompts is taken to be slowed by them as the others are."""
-        usual, own = self.usual.pace, Pace.told_by(node.load)
-        if own is None:
-            return usual
-        if not own.position_ms:
-            own = replace(own, position_ms=usual.position_ms)
-        work = self._request.num_tokens, num_positions(0, self._request.num_tokens)
-        expected_ms = usual.ms(*work)
-        return usual if abs(own.ms(*work) - expected_ms) <= PACE_NOISE * expected_ms else own
 
     def _compute_ms(self, pace: Pace, start: int, end: int) -> float:
         """Of the prompt's tokens `[start, end)`."""
@@ -213,7 +213,7 @@ class _Estimate:
         most = (self._request.num_tokens - 1) // size
         matched = min(self._matches.get(name, 0), most)
         coming = min(max(matched, self._request.coming.get(name, 0)), most)
-        load, mine, pace = node.load, self._mine(node), self._pace(node)
+        load, mine, pace = node.load, self._mine(node), self.usual.pace.of(node.load)
         queue_ms = pace.ms(
             load.num_waiting_tokens + mine.num_prompt_tokens, load.num_waiting_positions + mine.num_positions
         )
@@ -222,13 +222,20 @@ class _Estimate:
 
     def _room_ms(self, node: NodeRecord, matched_blocks: int) -> float:
         """Until blocks for the prompt are free. Streams that run take one block each per `block_size` steps, and in
-        the long run give back as many. A node that has not told its pool's size is taken to have room."""
+        the long run give back as many. A node that has not told its pool's size is taken to have room.
+
+        More streams free blocks sooner, but also slow each other down: a node is taken to have as many as make room and
+        pace together cheapest, if it has fewer. So no node gets better by having more to do.
+        """
         size, load = node.card.block_size, node.load
         need = -(-self._request.num_tokens // size) - matched_blocks
         short = need - max(load.accounts.available - matched_blocks, 0)
         if not load.num_blocks or short <= 0:
             return 0.0
-        return short * size / max(load.num_running, 1) * self._step_ms(node)
+        num_steps = short * size
+        fewest = math.sqrt(num_steps / STREAM_STEPS)
+        num_streams = fewest if node.role is Role.PREFILL else max(fewest, self._num_requests(node))
+        return num_steps / num_streams * self._step_ms(node)
 
     def _slowed_ms(self, node: NodeRecord, compute_ms: float) -> float:
         """What a decode node's streams, those to come too, lose to a prompt that is not short. A `both` node has no
@@ -255,14 +262,25 @@ def _can_give(peer: NodeRecord, node: NodeRecord) -> bool:
     if node.card == peer.card:
         return True
     try:
-        node.card.check_compatible(peer.card, peer.node_id)
+        node.card.check_gives(peer.card, peer.node_id)
     except LayoutMismatch:
         return False
-    return node.card.shared_heads(peer.card) == node.card.kv_heads
+    return True
 
 
-def _nobody(nodes: Sequence[NodeRecord]) -> Unavailable:
+def _can_hold(node: NodeRecord, num_tokens: int) -> bool:
+    """A prefill node produces nothing, so that a prompt may fill its context."""
+    return num_tokens - (node.role is Role.PREFILL) < node.max_model_len
+
+
+def _nobody(nodes: Sequence[NodeRecord], num_tokens: int) -> KvferryError:
     decode = [n for n in nodes if n.role is not Role.PREFILL]
+    if decode and not any(_can_hold(n, num_tokens) for n in decode):
+        longest = max(n.max_model_len for n in decode)
+        return ContextTooLong(
+            f"the prompt has {num_tokens} tokens; with one to produce the longest context of a node is {longest}",
+            param="prompt",
+        )
     if decode and all(n.state is NodeState.DRAINING for n in decode):
         return Draining("every decode node is draining")
     return Unavailable("no decode node is ready" if not decode else "no decode node can take the request now")

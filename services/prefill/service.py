@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.common.config import Config
-from kvferry.common.errors import BadRequest, TransferFailed
+from kvferry.common.errors import BadRequest, ContextTooLong, TransferFailed
 from kvferry.common.hashing import root_name
 from kvferry.common.log import add_log_field, log_fields
 from kvferry.common.nodes import Role
@@ -66,7 +66,13 @@ class PrefillService(BlockOwner):
         await asyncio.gather(*self._pulls, return_exceptions=True)
 
     def _open_prompt(self, loaded: LoadedNode, start: pb.PrefillStart) -> OwnerRun:
-        size = loaded.card.block_size
+        size, num_tokens = loaded.card.block_size, len(start.prompt_token_ids)
+        if num_tokens > loaded.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {num_tokens} tokens; "
+                f"the context of prefill node {self._node.node_id} is {loaded.max_model_len}",
+                param="prompt",
+            )
         num_blocks = (len(start.prompt_token_ids) - 1) // size
         if num_blocks <= start.first_block:
             raise TransferFailed(
@@ -114,6 +120,7 @@ class _PromptRun(OwnerRun):
         self._forget = forget
         self._pulling: asyncio.Task[None] | None = None
         self._has_ended = False
+        self._cancelled_s = 0.0
         self._summary: dict[str, int] = {}
         self._span = node.tracing.start("prefill", start.traceparent, node=node.node_id, tokens=len(seq.token_ids))
         self._chunk_began_s = 0.0
@@ -129,11 +136,12 @@ class _PromptRun(OwnerRun):
         done = self.side.state in (OwnerState.COMPUTED, OwnerState.RELEASED)
         super().end()
         self._has_ended = True
+        self._cancelled_s = 0.0 if done else time.monotonic()
         self._forget(self._seq.key)
         if self._pulling is not None:
             self._pulling.cancel()
         else:
-            self._loaded.engine.close(self._seq.key)
+            self._loaded.engine.close(self._seq.key, cancelled_s=self._cancelled_s)
         self._loaded.metrics.requests.labels("stop" if done else "abort").inc()
         self._log_end("stop" if done else "abort")
         self._span.end()
@@ -167,7 +175,7 @@ class _PromptRun(OwnerRun):
         """Also for a task that was cancelled before it began."""
         self._pulling = None
         if self._has_ended:
-            self._loaded.engine.close(self._seq.key)
+            self._loaded.engine.close(self._seq.key, cancelled_s=self._cancelled_s)
 
     async def _on_output(self, context: Stream, output: BlocksOutput | FailedOutput) -> None:
         if isinstance(output, FailedOutput):

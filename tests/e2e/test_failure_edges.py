@@ -127,14 +127,19 @@ def forced(decode: Node, prefill: Node, prompt: list[int]) -> Answer:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("other", ["block size", "model"])
+@pytest.mark.parametrize("other", ["block size", "KV dtype", "model"])
 def test_a_prefill_node_of_another_model_or_layout_is_not_used_even_when_it_is_asked(
     nodes: Cluster, lone: Lone, tmp_path: Path, other: str
 ) -> None:
     twin = write_tiny_model(tmp_path / "twin", shape=TinyShape(max_position_embeddings=2048), seed=1)
-    flags, model = {
-        "block size": (("--block-size", "32"), ""),
-        "model": ((), str(twin)),
+    flags, model, differs = {
+        "block size": (("--block-size", "32"), "", "has block_size 32, this node has 16"),
+        "KV dtype": (
+            ("--kv-cache-dtype", "float16"),
+            "",
+            "has kv_cache_dtype 'float16', this node has 'float32'",
+        ),
+        "model": ((), str(twin), "has model_fingerprint "),
     }[other]
     prefill = nodes.start_node("prefill", *flags, model=model, wait=False)
     decode = nodes.start_node("decode", *DECODE)
@@ -145,9 +150,14 @@ def test_a_prefill_node_of_another_model_or_layout_is_not_used_even_when_it_is_a
     reply = post(gateway, prompt)
     assert "prefill=none" in reply.headers["x-kvferry-route"]
     assert reply.json()["choices"][0]["text"] == lone(prompt).text
+    assert decode.metric("kvferry:prefill_fallback_total", cause="no_candidate") == 1
+    alerts = [alert for alert in gateway.get("/cluster/live")["alerts"] if differs in alert["detail"]]
+    assert [alert["level"] for alert in alerts] == ["warning"]
+    assert differs in gateway.tail()
     got, want = forced(decode, prefill, second), lone(second)
     assert tuple(got.logprobs) == want.logprobs
     assert decode.metric("kvferry:transfer_failures_total", cause="layout_mismatch") == 1
+    assert differs.split()[1] in decode.tail(), "the handshake did not say what differs"
     assert num_received(decode) == 0
     wait_clean(prefill, decode)
 
@@ -161,7 +171,7 @@ def test_a_prompt_that_only_the_prefill_node_refuses_is_the_clients_error_and_no
     assert reply.status_code == 400
     assert "512" in reply.json()["error"]["message"], reply.text
     got = forced(decode, prefill, new_prompt(LENGTH))
-    assert (got.finish_reason, got.error, got.token_ids) == ("error", "prompt_exceeds_pool", [])
+    assert (got.finish_reason, got.error, got.token_ids) == ("error", "context_length_exceeded", [])
     wait_clean(prefill, decode)
     prompt = new_prompt(300)
     assert ask(gateway, prompt) == lone(prompt)
