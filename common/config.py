@@ -178,6 +178,7 @@ class GatewayConfig(Section):
     listen_fds: tuple[int, ...] = Field(
         (), description="inherited sockets instead of addresses: of the API, then of admin-port"
     )
+    worker_number: int = Field(0, ge=0, description="which worker this is; told by the process that starts them")
     client_stall_timeout: float = Field(60.0, gt=0, description="seconds a client may accept nothing")
     queue_timeout: float = Field(120.0, gt=0, description="longest wait for the first token")
     max_ttft: float | None = Field(

@@ -28,11 +28,12 @@ from kvferry.services.gateway.guard import guard
 from kvferry.services.gateway.http_tls import HttpTls
 from kvferry.services.gateway.intake import Intake
 from kvferry.services.gateway.lookup import PrefixLookup
-from kvferry.services.gateway.metrics import GatewayMetrics
+from kvferry.services.gateway.metrics import GatewayMetrics, go_on_counting
 from kvferry.services.gateway.nodes import POLL_S, NodeTable
 from kvferry.services.gateway.routes import Routes
 from kvferry.services.gateway.serving import Service
 from kvferry.services.gateway.sessions import SessionPool
+from kvferry.services.gateway.shared_usage import SharedUsage
 from kvferry.services.gateway.tokenizer import Tokenizer
 from kvferry.services.gateway.tools import tool_form_of
 from kvferry.services.index.base import PrefixIndex
@@ -56,8 +57,13 @@ class Gateway:
         defaults: GenerationConfig | None = None,
     ) -> None:
         self.metrics = GatewayMetrics(registry or CollectorRegistry())
+        fail_points = FailPoints(config.cluster.fail_points or "", config.cluster.fail_points_seed)
+        self.metrics.registry.register(FaultCollector(fail_points))
+        index = with_faults(index, fail_points)
         self.table = NodeTable(index, config.served_model)
-        self.pool = SessionPool(config.node.peer_timeout_s, dial=dialer(Tls.of(config.cluster)))
+        self.pool = SessionPool(
+            config.node.peer_timeout_s, dial=dialer(Tls.of(config.cluster)), fail_points=fail_points
+        )
         self.pool.breakers.on_open = self.metrics.breaker_opens.inc
         self.service = Service(
             tokenizer,
@@ -76,7 +82,8 @@ class Gateway:
         self.app = FastAPI(
             title="kvferry", version=kvferry.__version__, openapi_url=None, lifespan=lambda app: self.running()
         )
-        guard(self.app, config.gateway, self.metrics)
+        self.usage = SharedUsage.of(config)
+        guard(self.app, config.gateway, self.usage, self.metrics)
         self.app.add_middleware(RequestIds)
         errors.install(self.app)
         tool_form = tool_form_of(config.gateway.tool_call_parser, tokenizer.chat_template)
@@ -85,7 +92,7 @@ class Gateway:
         self.admin_app: FastAPI | None = None
         if config.gateway.admin_port is not None:
             self.admin_app = FastAPI(title="kvferry admin", version=kvferry.__version__)
-            guard(self.admin_app, config.gateway, self.metrics)
+            guard(self.admin_app, config.gateway, self.usage, self.metrics)
             self.admin_app.add_middleware(RequestIds)
             errors.install(self.admin_app)
         routes = Routes(config.gateway, config.served_model, intake, self.service, self.view)
@@ -96,7 +103,8 @@ class Gateway:
         """What works in the background: the node table is kept fresh, the index told, sessions live in the pool."""
         await self._look()
         async with self.pool:
-            beside = [asyncio.create_task(work) for work in (self._watch_nodes(), self.service.lookup.tell())]
+            works = self._watch_nodes(), self.service.lookup.tell(), self.usage.renew()
+            beside = [asyncio.create_task(work) for work in works]
             try:
                 yield
             finally:
@@ -104,6 +112,7 @@ class Gateway:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
                 await self.view.close()
+                await self.usage.aclose()
                 await asyncio.to_thread(self.service.tracing.flush)
 
     async def _watch_nodes(self) -> None:
@@ -148,18 +157,17 @@ async def serve(config: Config) -> None:
     """The gateway on its port, which is bound before anything slow is done."""
     if config.cluster.redis_url is None:
         raise ConfigError("redis_url is not set: pass --redis-url, or use `kvferry up`, which brings a Redis along")
+    go_on_counting(config.gateway.worker_number)
     tls = HttpTls.of(config.gateway)
     listeners = server.open_listeners(config.gateway)
     try:
         folder = await asyncio.to_thread(resolve_model, config.cluster.model, weights=False)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         defaults = GenerationConfig.load(folder) if config.gateway.generation_config == "auto" else None
-        fail_points = FailPoints(config.cluster.fail_points or "", config.cluster.fail_points_seed)
         index = open_index(config.cluster.redis_url, config.cluster.namespace)
         try:
             await _check_reachable(index, config.cluster.redis_url)
-            gateway = Gateway(config, with_faults(index, fail_points), tokenizer, defaults=defaults)
-            gateway.metrics.registry.register(FaultCollector(fail_points))
+            gateway = Gateway(config, index, tokenizer, defaults=defaults)
             host, port = listeners[0].getsockname()[:2]
             await server.serve(
                 gateway.app,

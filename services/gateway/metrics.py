@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvferry.common.errors import Draining, NodeLost, Unavailable
@@ -26,6 +26,13 @@ _N_BUCKETS = (1, 2, 5, 10, 20)
 _ERROR_BUCKETS = tuple(sorted({0, *(sign * s for s in (0.05, *_REQUEST_BUCKETS[3:16]) for sign in (-1, 1))}))
 
 _Mode = Literal["livesum", "livemin", "livemax"]
+
+
+def go_on_counting(worker_number: int) -> None:
+    """Where processes share prometheus_client's folder, counts on in the files of the last worker of this number, which
+    must have ended. So there are as many files as workers, however often they die. Before any metric is made."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        values.ValueClass = values.MultiProcessValue(lambda: worker_number)  # type: ignore[no-untyped-call]
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -2,8 +2,8 @@
 
 Each worker listens with sockets of its own (SO_REUSEPORT) once it can serve, and the kernel spreads connections over
 those that listen. (One socket for all gives a burst to whoever wakes first: 20 of 20 connections.) Counts live in a
-folder of files that prometheus_client shares between the workers; those of a dead worker stay in the sums, its gauges
-do not.
+folder of files that prometheus_client shares between the workers; whoever takes a dead worker's place counts on in its
+files, and its gauges are gone.
 
     SIGTERM, SIGINT   no worker accepts any more, each drains            once more   each ends its requests at once
 """
@@ -11,15 +11,17 @@ do not.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
@@ -35,6 +37,8 @@ from kvferry.services.local.supervisor import Backoff, describe
 
 log = logging.getLogger("kvferry.gateway")
 
+FOLDER_PREFIX = "kvferry-metrics-"
+UNLOCKED_S = 60.0  # a folder may have been made and not locked yet for less than this
 AFTER_DRAIN_S = 10.0  # for a worker to end by itself, beyond its grace period
 COMMAND = (sys.executable, "-P", "-m", "kvferry.services.local.cli", "gateway")
 
@@ -54,8 +58,38 @@ def main(config: Config) -> int:
     for host, port in addresses(config.gateway):
         with bind(host, port) as alone:  # else another gateway of ours on this port would go unnoticed
             taken.append((host, int(alone.getsockname()[1])))
-    with tempfile.TemporaryDirectory(prefix="kvferry-metrics-") as folder:
+    with counts_folder(Path(tempfile.gettempdir())) as folder:
         return asyncio.run(Workers(config, more, folder).run())
+
+
+@contextmanager
+def counts_folder(parent: Path) -> Iterator[str]:
+    """An empty folder that is locked while this process lives. Those of processes that were killed go, too."""
+    for left in parent.glob(FOLDER_PREFIX + "*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > UNLOCKED_S and (fd := _locked(left)) is not None:
+                os.close(fd)
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent) as folder:
+        fd = _locked(Path(folder))
+        try:
+            yield folder
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None: another process has it. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as exc:
+        os.close(fd)
+        if isinstance(exc, BlockingIOError):
+            return None
+        raise
+    return fd
 
 
 class Workers:
@@ -127,7 +161,7 @@ class Workers:
                     return 0
 
     async def _run_once(self, number: int) -> int:
-        process = await self._spawn()
+        process = await self._spawn(number)
         self._processes[number] = process
         log.info("worker %d has pid %d", number, process.pid)
         try:
@@ -136,14 +170,14 @@ class Workers:
             return await process.wait()
         finally:
             del self._processes[number]
-            mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]
+            mark_process_dead(number, self._folder)  # type: ignore[no-untyped-call]
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
         launcher = (sys.executable, "-I", "-S", str(Path(launch.__file__)))
         sockets = self._more()
         try:
             fds = tuple(each.fileno() for each in sockets)
-            gateway = self._config.gateway.model_copy(update={"listen_fds": fds})
+            gateway = self._config.gateway.model_copy(update={"listen_fds": fds, "worker_number": number})
             environ = config_environ(self._config.model_copy(update={"gateway": gateway}))
             return await asyncio.create_subprocess_exec(
                 *(*launcher, str(os.getpid()), "0", *COMMAND),

@@ -15,6 +15,7 @@ import httpx
 
 from kvferry.services.index.open import open_index
 from kvferry.services.local.plan import free_ports
+from kvferry.services.local.workers import FOLDER_PREFIX, counts_folder
 from tests.e2e.cluster import metric_sum
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import events
@@ -117,6 +118,8 @@ def test_a_killed_worker_is_replaced_and_its_counts_stay_in_the_sums(tmp_path: P
             third = (await gateway.two_pids(but=first) - {second}).pop()
             assert alive(second), "nobody else was touched"
             assert third != first
+            files = [path.name for path in (tmp_path / "tmp").glob("*/counter_*")]
+            assert sorted(files) == ["counter_0.db", "counter_1.db"], "one process after the other counts in one file"
             for task in lost:
                 task.cancel()
             await asyncio.gather(*lost, return_exceptions=True)
@@ -151,6 +154,19 @@ async def listens(gateway: Gateway) -> bool:
     except httpx.ConnectError:
         return False
     return True
+
+
+def test_folders_of_counts_that_killed_gateways_left_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    with counts_folder(tmp_path) as living:
+        left, fresh = tmp_path / f"{FOLDER_PREFIX}left", tmp_path / f"{FOLDER_PREFIX}fresh"
+        for folder in (left, fresh):
+            folder.mkdir()
+            (folder / "counter_0.db").touch()
+        for folder in (left, Path(living)):
+            os.utime(folder, (0, 0))
+        with counts_folder(tmp_path) as another:
+            assert set(tmp_path.iterdir()) == {Path(living), Path(another), fresh}
+    assert [*tmp_path.iterdir()] == [fresh]
 
 
 def test_what_the_operator_must_mend_ends_all_of_it(tmp_path: Path) -> None:
