@@ -61,7 +61,7 @@ def decode_samples(engine: InProcessEngine, rng: random.Random) -> list[Sample]:
         engine.run()
         for _ in range(batch):  # found in the cache, but for the last block
             engine.submit(prompt, NUM_WARM + NUM_STEPS + 4)
-        while engine.engine.scheduler.num_waiting_tokens:
+        while engine.engine.num_waiting_tokens:
             _step(engine)
         for number in range(NUM_WARM + NUM_STEPS):
             took_ms = _step(engine)

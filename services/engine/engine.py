@@ -76,6 +76,7 @@ class Engine:
         self._sequences: dict[str, Seq] = {}
         self._computing: frozenset[str] = frozenset()
         self._closing: set[str] = set()
+        self._cancel_to_free_s: list[float] = []  # not reported yet
         self._last_check_s = 0.0
         self._beams = BeamGroups(scheduler, self._sequences, self._drop)
 
@@ -96,11 +97,12 @@ class Engine:
         if step.admitted:
             self._on_report(StepReport(admitted=[AdmittedOutput.of(seq) for seq in step.admitted]))
 
-    def close(self, key: str) -> None:
+    def close(self, key: str, *, cancelled_s: float = 0.0) -> None:
         """Ends a sequence at whatever stage and gives its blocks back, after the running step at the latest.
 
         Idempotent; an unknown key is ignored. No output follows. A receiving sequence without branches may only
-        be closed when nothing writes into its blocks any more.
+        be closed when nothing writes into its blocks any more. `cancelled_s`: the `time.monotonic` at which whoever
+        waited for it left; a report tells how long after that its blocks were back.
         """
         with self._mutex:
             if (group := self._beams.of(key)) is not None:
@@ -108,6 +110,7 @@ class Engine:
             else:
                 doomed = [self._sequences[key]] if key in self._sequences else []
             for seq in doomed:
+                seq.cancelled_s = cancelled_s or seq.cancelled_s
                 if (seq.parent or seq).key in self._computing:
                     self._closing.add(seq.key)
                 else:
@@ -158,12 +161,12 @@ class Engine:
     @property
     def num_waiting_tokens(self) -> int:
         with self._mutex:
-            return self.scheduler.num_waiting_tokens
+            return self.scheduler.backlog.num_tokens
 
     def load(self) -> NodeLoad:
         """A report of this instant; `num_leases` is the service's to fill in."""
         with self._mutex:
-            sched, waiting = self.scheduler, list(self.scheduler.uncomputed())
+            sched, waiting = self.scheduler, self.scheduler.backlog.walk()
             return NodeLoad(
                 num_running=len(sched.running),
                 num_waiting=len(self._sequences) - len(sched.running),
@@ -174,6 +177,7 @@ class Engine:
                 prefill_tokens_per_s=round(sched.times.prefill_tokens_per_s, 1),
                 prompt_token_ms=float(f"{sched.times.prompt_token_ms:.4g}"),
                 prompt_position_ms=float(f"{sched.times.prompt_position_ms:.4g}"),
+                prompt_depth=round(sched.times.prompt_depth, 1),
                 step_ms=round(self.step_ms, 2),
                 num_steps=self.num_steps,
                 num_shared_blocks=self.pool.num_shared,
@@ -247,6 +251,8 @@ class Engine:
         for key in self._closing & self._sequences.keys():
             self._end(self._sequences[key])
         self._closing.clear()
+        report.cancel_to_free_s.extend(self._cancel_to_free_s)
+        self._cancel_to_free_s.clear()
         changes = self.pool.take_changes()
         report.changes.stored.extend(changes.stored)
         report.changes.removed.extend(changes.removed)
@@ -312,12 +318,14 @@ class Engine:
     def _end(self, seq: Seq) -> None:
         """Closes one sequence. One whose branches wait for its prompt computes that first, for them."""
         if seq.branches:
-            seq.abandoned = True
+            seq.abandoned, seq.cancelled_s = True, 0.0
         elif (parent := seq.parent) is not None:
             parent.branches.remove(seq)
             del self._sequences[seq.key]
-            if parent.abandoned and not parent.branches and parent.status is not Status.RECEIVING:
-                self._drop(parent)
+            if parent.abandoned and not parent.branches:
+                parent.cancelled_s = seq.cancelled_s
+                if parent.status is not Status.RECEIVING:
+                    self._drop(parent)
         else:
             if seq.group is not None:
                 self._beams.forget(seq.group)
@@ -327,6 +335,8 @@ class Engine:
         """Takes a sequence out with all that hangs on it, and gives its blocks back."""
         self.num_recomputed_tokens += seq.num_recomputed_tokens
         self.scheduler.drop(seq)
+        if seq.cancelled_s:
+            self._cancel_to_free_s.append(time.monotonic() - seq.cancelled_s)
         for one in (seq, *seq.branches):
             del self._sequences[one.key]
 

@@ -29,6 +29,8 @@ class WaitingQueue:
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._seqs: list[Sequence] = []
+        self._counted: dict[Sequence, tuple[int, int]] = {}
+        self.num_tokens = self.num_found = 0  # of all here: as many, of which so many will be found computed
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -44,22 +46,30 @@ class WaitingQueue:
         """A new one. Raises Overloaded where that would pass a bound; one prompt alone may have any length."""
         if self._max_num_seqs is not None and len(self) >= self._max_num_seqs:
             raise Overloaded(f"{len(self)} requests wait on this node already: its limit is reached")
-        if self._max_num_tokens is not None and self._seqs:
-            waiting = sum(one.num_tokens for one in self._seqs)
-            if waiting + seq.num_tokens > self._max_num_tokens:
-                raise Overloaded(
-                    f"{waiting} prompt tokens wait on this node: with {seq.num_tokens} more its limit of "
-                    f"{self._max_num_tokens} would be passed"
-                )
+        most = self._max_num_tokens
+        if most is not None and self._seqs and self.num_tokens + seq.num_tokens > most:
+            raise Overloaded(
+                f"{self.num_tokens} prompt tokens wait on this node: with {seq.num_tokens} more its limit of "
+                f"{most} would be passed"
+            )
         self.insert(seq)
 
     def insert(self, seq: Sequence) -> None:
         """One that was here before, or owns blocks already."""
         insort(self._seqs, seq, key=order)
+        self.count(seq)
+
+    def count(self, seq: Sequence, num_found: int = 0) -> None:
+        """Of one that is here; `num_found`: leading tokens that will probably be found computed."""
+        self._forget(seq)
+        self._counted[seq] = seq.num_tokens, num_found
+        self.num_tokens += seq.num_tokens
+        self.num_found += num_found
 
     def pop(self) -> Sequence:
         """Takes the first one out; those that came before it have been overtaken once more."""
         first = self._seqs.pop(0)
+        self._forget(first)
         passed = [seq for seq in self._seqs if seq.arrival_s < first.arrival_s]
         for seq in passed:
             seq.num_overtaken += 1
@@ -69,3 +79,9 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         self._seqs.remove(seq)
+        self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        num_tokens, num_found = self._counted.pop(seq, (0, 0))
+        self.num_tokens -= num_tokens
+        self.num_found -= num_found

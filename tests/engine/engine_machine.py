@@ -248,6 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check()
         load = self.engine.load()
         assert load.accounts.total == POOL
+        assert self.engine.num_waiting_tokens == load.num_waiting_tokens
         pending = self.engine.pool._changed
         stored = {name for name, held in pending.items() if held}
         told = (self.names | stored) - (set(pending) - stored)
