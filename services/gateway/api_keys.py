@@ -52,6 +52,11 @@ class KeyRecord:
     tpm: int | None = None
     cache_salt: str = ""
 
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """In flight, requests and tokens per minute; 0 where there is none."""
+        return self.max_in_flight or 0, self.rpm or 0, self.tpm or 0
+
     @classmethod
     def parse(cls, line: str, origin: str) -> KeyRecord:
         """Raises ConfigError. `cache_salt=own` is a salt that nobody else has; keys with another one share theirs."""
@@ -87,6 +92,10 @@ class _Bucket:
         self._at_s = now_s
         return self._level
 
+    @level.setter
+    def level(self, level: float) -> None:
+        self._level, self._at_s = level, self._now_s()
+
     def take(self, amount: int) -> None:
         self._level = self.level - amount
 
@@ -96,7 +105,8 @@ class _Bucket:
 
 @dataclass(slots=True)
 class Tenant:
-    """What a key has used. Outlives a reload of the keys, unless its own line changed."""
+    """What a key has used, here or as this was told of all gateways. Outlives a reload of the keys, unless its own line
+    changed."""
 
     record: KeyRecord
     now_s: Callable[[], float] = time.monotonic
@@ -112,17 +122,32 @@ class Tenant:
         """Counts one more request until `release`. Raises RateLimited, which says when to come again."""
         limit = self.record.max_in_flight
         if limit is not None and self.in_flight >= limit:
-            raise RateLimited(f"this API key has {self.in_flight} requests in flight, its limit")
+            raise self._refused("in_flight", self.in_flight)
         for kind, bucket in self._buckets.items():
             if bucket.level < 1:
-                wait_s = max(1, math.ceil(bucket.seconds_until(1)))
-                raise RateLimited(
-                    f"this API key has used its {bucket.per_minute} {kind} per minute: try again in {wait_s} s",
-                    retry_after_s=wait_s,
-                )
+                raise self._refused(kind, self.in_flight)
         if (requests := self._buckets.get("requests")) is not None:
             requests.take(1)
         self.in_flight += 1
+
+    def admit_as_told(self, refused: str, in_flight: int, requests: float, tokens: float) -> None:
+        """As `admit`, where another has decided and counted. `refused`: what limit is used up, or empty."""
+        for kind, level in (("requests", requests), ("tokens", tokens)):
+            if (bucket := self._buckets.get(kind)) is not None:
+                bucket.level = level
+        if refused:
+            raise self._refused(refused, in_flight)
+        self.in_flight += 1
+
+    def _refused(self, kind: str, in_flight: int) -> RateLimited:
+        if kind == "in_flight":
+            return RateLimited(f"this API key has {in_flight} requests in flight, its limit")
+        bucket = self._buckets[kind]
+        wait_s = max(1, math.ceil(bucket.seconds_until(1)))
+        return RateLimited(
+            f"this API key has used its {bucket.per_minute} {kind} per minute: try again in {wait_s} s",
+            retry_after_s=wait_s,
+        )
 
     def release(self, num_tokens: int) -> None:
         """`num_tokens`: prompt and completion. They are known, and counted, when the request has ended."""

@@ -18,6 +18,7 @@ from kvferry.services.gateway.api_keys import ApiKeys, InvalidApiKey, RateLimite
 from kvferry.services.gateway.errors import error_response
 from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.responses import Usage
+from kvferry.services.gateway.shared_usage import SharedUsage
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics"})
 EXPOSED_HEADERS = ("x-request-id", "x-kvferry-route", "retry-after")
@@ -28,9 +29,10 @@ COUNTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 class Guard:
     """Puts the key's `tenant` into the scope's state. A handler puts the run there, whose tokens are counted."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, usage: SharedUsage, metrics: GatewayMetrics) -> None:
         self._app = app
         self._keys = keys
+        self._usage = usage
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,13 +52,23 @@ class Guard:
 
     async def _counted(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            tenant.admit()
+            await self._usage.admit(tenant)
         except RateLimited as exc:
             self._metrics.key_refused(tenant.record.name)
             await _refuse(exc, tenant.headers(), scope, receive, send)
             return
 
-        is_answer = False
+        is_answer = is_released = False
+
+        async def release() -> None:
+            nonlocal is_released
+            if is_released:
+                return
+            is_released = True
+            run = scope["state"].get("run")
+            used = run.usage if run is not None and is_answer else Usage(0, 0, 0)
+            self._metrics.key_used(tenant.record.name, used.prompt_tokens, used.completion_tokens)
+            await self._usage.release(tenant, used.prompt_tokens + used.completion_tokens)
 
         async def send_with_limits(message: Message) -> None:
             nonlocal is_answer
@@ -64,23 +76,22 @@ class Guard:
                 is_answer = message["status"] < HTTPStatus.BAD_REQUEST  # a refusal costs its key no tokens
                 limits = [(name.encode(), value.encode()) for name, value in tenant.headers().items()]
                 message["headers"] = [*message["headers"], *limits]
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                await release()  # who has the end of the answer may ask again at once, anywhere
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_limits)
         finally:
-            run = scope["state"].get("run")
-            usage = run.usage if run is not None and is_answer else Usage(0, 0, 0)
-            tenant.release(usage.prompt_tokens + usage.completion_tokens)
-            self._metrics.key_used(tenant.record.name, usage.prompt_tokens, usage.completion_tokens)
+            await release()
 
 
-def guard(app: FastAPI, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+def guard(app: FastAPI, config: GatewayConfig, usage: SharedUsage, metrics: GatewayMetrics) -> None:
     """What of it is configured: keys, and browsers' questions about other sites before them, which carry none."""
     if (keys := ApiKeys.of(config.api_keys, config.api_keys_file)) is not None:
         for name in keys.names:  # counts that begin at 0 lose nothing of their first increase
             metrics.key_known(name)
-        app.add_middleware(Guard, keys=keys, metrics=metrics)
+        app.add_middleware(Guard, keys=keys, usage=usage, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
