@@ -33,7 +33,7 @@ from kvferry.services.gateway.prompt_text import PromptText, align
 from kvferry.services.gateway.structured import compile_structured
 from kvferry.services.gateway.tokenizer import Tokenizer
 from kvferry.services.gateway.tool_parsers import PARSERS, ToolCallParser, ToolFormat
-from kvferry.services.gateway.tools import compile_tools
+from kvferry.services.gateway.tools import calls_are_held, compile_tools
 
 LONG_TEXT_CHARS = 4000  # longer ones are worth a thread
 
@@ -125,7 +125,7 @@ class Intake:
         """Makes what reads the calls in a choice's text; None: all of it is content."""
         if not body.may_call:
             return None
-        return partial(PARSERS[self._form], body.may_call, is_held=body.choice.is_demand)
+        return partial(PARSERS[self._form], body.may_call, is_held=self._is_held(body))
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)
@@ -177,6 +177,10 @@ class Intake:
         """In which calls are written; one that the model must make is held to it even where it knows none."""
         return self._tool_form or "llama3_json"
 
+    def _is_held(self, body: ChatRequest) -> bool:
+        """A beam search follows no grammar."""
+        return calls_are_held(body, self._form) and (body.choice.is_demand or not body.use_beam_search)
+
     async def _chat_structured(self, body: ChatRequest) -> StructuredOutput | None:
         """What the output is held to. A call that must be made goes before a form of the content."""
         if not body.may_call:
@@ -195,7 +199,7 @@ class Intake:
                 param="tools",
             )
         if await _structured(body) is None or body.response_format is None:
-            return None
+            return await asyncio.to_thread(compile_tools, body, self._form) if self._is_held(body) else None
         return await asyncio.to_thread(compile_tools, body, self._form, body.response_format.schema_of_content)
 
     def _check(self, body: Generation) -> None:

@@ -47,7 +47,7 @@ class ToolCallParser(ABC):
     """Under which a call's arguments stand, the format's own first."""
 
     def __init__(self, names: Set[str], *, is_held: bool = False) -> None:
-        """`names` of the tools that may be called; `is_held`: a grammar lets the output be nothing but calls."""
+        """`names` of the tools that may be called; `is_held`: a grammar keeps what begins as one from being none."""
         self.has_called = False
         self._names = names
         self._is_held = is_held

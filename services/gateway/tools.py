@@ -1,7 +1,9 @@
 """Tools that a chat offers to the model: what clients may say of them, and the grammar of calls that must be made.
 
 A call that is demanded (`tool_choice` required, or one function by name) is written in the model's own form, which
-its parser reads; llguidance holds the output to it. So such an output is a call unless it was cut off.
+its parser reads; llguidance holds the output to it. So such an output is a call unless it was cut off. Under `auto` the
+same holds behind what opens a call where a function asks to be held to its schema (`strict`) and the form has such a
+mark.
 """
 
 from __future__ import annotations
@@ -111,6 +113,13 @@ class ToolFields(Shape):
         return frozenset([self.choice.name] if self.choice.name else [tool.name for tool in self.offered])
 
 
+def calls_are_held(body: ToolFields, form: ToolFormat) -> bool:
+    """Whether a grammar keeps what begins as a call from turning out to be none."""
+    if body.choice.is_demand or form != "hermes":
+        return body.choice.is_demand
+    return any(tool.strict for tool in body.offered if tool.name in body.may_call)
+
+
 def tool_form_of(option: str, template: ChatTemplate | None) -> ToolFormat | None:
     """What `--tool-call-parser` comes to for a model with this template."""
     if option == "auto":
@@ -131,7 +140,8 @@ def check_tools(body: ToolFields) -> None:
 
 
 def compile_tools(body: ToolFields, form: ToolFormat, content: dict[str, Any] | None = None) -> StructuredOutput:
-    """The grammar of an output that is calls, or with `content`, a JSON schema, JSON that matches it instead.
+    """The grammar of an output that is calls, or with `content`, a JSON schema, JSON that matches it instead; without
+    it, where no call is demanded, of any text with calls in it.
 
     A function's `strict` true refuses what of its schema cannot be enforced; otherwise that part is left to the model.
     Raises BadRequest that names the function's parameters. May take half a second; runs in any thread.
@@ -142,7 +152,11 @@ def compile_tools(body: ToolFields, form: ToolFormat, content: dict[str, Any] | 
 def _compile(body: ToolFields, form: ToolFormat, content: dict[str, Any] | None) -> StructuredOutput:
     callable_ = [(number, tool) for number, tool in enumerate(body.offered) if tool.name in body.may_call]
     several = body.parallel_tool_calls and body.choice.mode != "named"
-    grammar = _grammar([tool for _, tool in callable_], form, several=several, content=content)
+    tools = [tool for _, tool in callable_]
+    if content is None and not body.choice.is_demand:
+        grammar = _grammar_in_text(tools)
+    else:
+        grammar = _grammar(tools, form, several=several, content=content)
     check_size(grammar, "tools")  # before the work that each of them costs
     for number, tool in callable_:  # one by one, so that an error can name its own
         checked_grammar(_grammar([tool], form, several=False), f"tools[{number}].function.parameters")
@@ -157,14 +171,25 @@ def _grammar(tools: Sequence[Tool], form: ToolFormat, *, several: bool, content:
         opening, key, closing, between = "", "parameters", "}", "; "
     lines = ["start: calls" + (" | content" if content is not None else "")]
     lines.append("calls: call" + (f" ({_literal(between)} call)*" if several else ""))
-    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    lines += _calls(tools, opening, key, closing)
+    if content is not None:
+        lines.append(f"content: %json {_schema(content, lenient=False)}")
+    return "\n".join(lines)
+
+
+def _grammar_in_text(tools: Sequence[Tool]) -> str:
+    """In Hermes' form. Text goes on until a call is opened: what then follows is one."""
+    lines = ["start: (opening call)* TEXT", f"opening[lazy]: TEXT {_literal(HermesParser.OPEN)}", r"TEXT: /(.|\n)*/"]
+    return "\n".join([*lines, *_calls(tools, "\n", "arguments", f"}}\n{HermesParser.CLOSE}")])
+
+
+def _calls(tools: Sequence[Tool], opening: str, key: str, closing: str) -> list[str]:
+    lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         head = f'{opening}{{"name": {json.dumps(tool.name)}, "{key}": '
         lines.append(f"call_{number}: {_literal(head)} arguments_{number} {_literal(closing)}")
         lines.append(f"arguments_{number}: %json {_schema(tool.parameters, lenient=not tool.strict)}")
-    if content is not None:
-        lines.append(f"content: %json {_schema(content, lenient=False)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _literal(text: str) -> str:

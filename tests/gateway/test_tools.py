@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvferry.common.errors import BadRequest
 from kvferry.services.gateway.openai import ChatRequest
-from kvferry.services.gateway.tool_parsers import PARSERS, ToolCall, ToolFormat
-from kvferry.services.gateway.tools import compile_tools
+from kvferry.services.gateway.tool_parsers import PARSERS, Arguments, HermesParser, Part, ToolCall, ToolFormat
+from kvferry.services.gateway.tools import calls_are_held, compile_tools
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, events, gateway, run
 from tests.gateway.tiny_tokenizer import HERMES_TEMPLATE, IM_END, tiny_tokenizer
@@ -22,6 +22,7 @@ TOKENIZER = tiny_tokenizer(HERMES_TEMPLATE)
 QUERY = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"], "additionalProperties": False}
 LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Looks it up.", "parameters": QUERY}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+STRICT = {"type": "function", "function": LOOKUP["function"] | {"strict": True}}  # type: ignore[operator]
 NAMED = {"type": "function", "function": {"name": "lookup"}}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"q": "é"}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -114,10 +115,10 @@ def test_a_demanded_call_that_was_cut_off_shows_how_far_it_came_and_ends_as_the_
     run(gateway(saying(LONG), tokenizer=TOKENIZER), scenario)
 
 
-def test_arguments_of_a_demanded_call_are_streamed_as_they_are_written() -> None:
+def test_arguments_of_a_call_that_a_grammar_holds_are_streamed_as_they_are_written() -> None:
     async def scenario(setup: Setup) -> None:
-        for choice, pieces in (("required", 20), ("auto", 1)):
-            demand = {"tools": [LOOKUP], "tool_choice": choice}
+        for tool, choice, pieces in ((LOOKUP, "required", 20), (STRICT, "auto", 20), (LOOKUP, "auto", 1)):
+            demand = {"tools": [tool], "tool_choice": choice}
             (whole,) = (await setup.chat("Hi", **demand)).json()["choices"]
             stream = events((await setup.chat("Hi", **demand, stream=True)).text)
             deltas = [c["delta"] for event in stream for c in event["choices"] if "tool_calls" in c["delta"]]
@@ -125,7 +126,7 @@ def test_arguments_of_a_demanded_call_are_streamed_as_they_are_written() -> None
             assert (first["function"], first["type"]) == ({"name": "lookup", "arguments": ""}, "function")
             rest = [call["function"]["arguments"] for delta in deltas[1:] for call in delta["tool_calls"]]
             assert len(rest) >= pieces
-            assert (len(rest) == 1) == (choice == "auto")
+            assert (len(rest) == 1) == (pieces == 1)
             assert "".join(rest) == whole["message"]["tool_calls"][0]["function"]["arguments"] == ABCS
             assert put_together(stream)["finish_reason"] == "tool_calls"
 
@@ -204,6 +205,30 @@ def test_an_output_that_is_held_to_calls_is_read_as_calls(form: ToolFormat) -> N
             assert not matches(grammar, text), (fields, text)
 
 
+def test_text_with_strict_functions_is_free_until_it_opens_a_call_which_is_then_one() -> None:
+    asked = body(tools=[STRICT, CLOCK])
+    grammar = compile_tools(asked, "hermes").grammar
+    assert calls_are_held(asked, "hermes")
+    for text in ("", "Hi", "a < b, <tool", CALL, f"I look.\n{CALL}\n{TIME} So.\n", f"{CALL}{TIME}", "</tool_call>é🙂"):
+        assert matches(grammar, text), text
+        parts = [HermesParser(asked.may_call, is_held=held) for held in (True, False)]
+        whole, alike = ([*parser.push(text), *parser.flush()] for parser in parts)
+        assert message(whole) == message(alike)
+    for text in ("<tool_call>", "<tool_call>x", CALL[:-1], CALL.replace("lookup", "other"), CALL.replace('"q"', '"r"')):
+        assert not matches(grammar, f"I look. {text}"), text
+
+
+def message(parts: list[Part]) -> tuple[str, list[str]]:
+    """Content, and each call with its arguments."""
+    calls: list[str] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            calls.append(part.name + part.arguments)
+        elif isinstance(part, Arguments):
+            calls[-1] += part.text
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
 def test_json_that_was_asked_for_may_be_calls_instead() -> None:
     asked = body(tools=[LOOKUP], response_format={"type": "json_object"})
     grammar = compile_tools(asked, "hermes", {"type": "object"}).grammar
@@ -230,8 +255,10 @@ def test_the_nodes_hold_the_output_to_the_calls_that_are_demanded() -> None:
             ({"tool_choice": NAMED}, True),
             ({}, False),
             (json_answer, True),
+            ({"tools": [CLOCK, STRICT]}, True),
+            ({"tools": [CLOCK, STRICT], "use_beam_search": True, "n": 2, "temperature": 0}, False),
         ):
-            assert (await setup.chat("Hi", tools=[LOOKUP], **fields)).status_code == 200
+            assert (await setup.chat("Hi", **({"tools": [LOOKUP]} | fields))).status_code == 200
             assert (setup.nodes[0].submitted[-1].sampling.structured is not None) == held, fields
         refused = await setup.chat("Hi", tools=[LOOKUP], structured_outputs={"regex": "a"})
         assert refused.json()["error"]["param"] == "structured_outputs"
