@@ -34,6 +34,7 @@ class Request:
     receiving: asyncio.Task[None] | None = None
     facts: FirstToken | None = None
     num_output_tokens: int = 0
+    cancelled_s: float = 0.0
 
     @classmethod
     def of(cls, spec: GenerateRequest, session: GatewaySession) -> Request:

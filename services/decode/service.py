@@ -124,7 +124,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             if request.open:
                 self._start(loaded, request, matcher)
             for index in request.choices.keys() - request.open:  # cancelled meanwhile
-                loaded.engine.close(request.key(index))
+                loaded.engine.close(request.key(index), cancelled_s=request.cancelled_s)
         except Exception as exc:
             if request.open:
                 self._fail(request, exc if isinstance(exc, KvferryError) else Internal(f"compiling the grammar: {exc}"))
@@ -198,7 +198,7 @@ class DecodeService(pb_grpc.DecodeServicer):
             self._receives.discard(task)
             request.receiving = None
             if admitted.key not in self._by_key:
-                self._node.require_loaded().engine.close(admitted.key)
+                self._node.require_loaded().engine.close(admitted.key, cancelled_s=request.cancelled_s)
 
         task.add_done_callback(ended)
 
@@ -231,16 +231,15 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def _cancel(self, request: Request, indexes: list[int]) -> None:
         """Stops choices that nobody waits for any more. No event follows."""
-        loaded, begun = self._node.require_loaded(), time.monotonic()
+        loaded, request.cancelled_s = self._node.require_loaded(), time.monotonic()
         for index in indexes:
             if index in request.open:
                 self._stop_choice(loaded, request, index, "abort")
                 loaded.metrics.requests.labels("abort").inc()
-        loaded.metrics.cancel_to_free.observe(time.monotonic() - begun)
 
     def _fail(self, request: Request, error: KvferryError) -> None:
         """Ends the whole request with one error event."""
-        loaded = self._node.require_loaded()
+        loaded, request.cancelled_s = self._node.require_loaded(), 0.0
         request.session.push(request.error_output(error))
         loaded.metrics.requests.labels("error").inc()
         request.span.set(error=error.code)
@@ -252,7 +251,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self._ended(request, index, reason)
         task = request.receiving
         if task is None or index != request.first or request.open:
-            loaded.engine.close(request.key(index))
+            loaded.engine.close(request.key(index), cancelled_s=request.cancelled_s)
         if task is not None and not request.open and task is not asyncio.current_task():
             task.cancel()
 

@@ -120,9 +120,10 @@ class StepReport:
     admitted: list[AdmittedOutput] = field(default_factory=list)
     failed: list[FailedOutput] = field(default_factory=list)
     changes: NameChanges = field(default_factory=lambda: NameChanges([], []))
+    cancel_to_free_s: list[float] = field(default_factory=list)  # of each cancelled sequence whose blocks are back
     stats: StepStats = field(default_factory=StepStats)
 
     def __bool__(self) -> bool:
         c = self.changes
-        parts = (self.tokens, self.blocks, self.admitted, self.failed, c.stored, c.removed, self.stats.seconds)
-        return any(map(bool, parts))
+        parts = (self.tokens, self.blocks, self.admitted, self.failed, c.stored, c.removed, self.cancel_to_free_s)
+        return any(map(bool, parts)) or bool(self.stats.seconds)

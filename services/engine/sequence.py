@@ -2,8 +2,9 @@
 
 Who owns which stretch of a sequence's tokens (half-open):
 
-    [0, num_cached_tokens)                    found in this pool's prefix cache at admission
-    [num_cached_tokens, num_computed_tokens)  received from a peer (`num_received_tokens` of them), then computed here
+    [0, num_computed_tokens)                  found in this pool's prefix cache at admission, then received from a peer
+                                              (`num_received_tokens` of them), found again (`num_cached_tokens` with
+                                              those of admission), then computed here
     [num_computed_tokens, num_target_tokens)  still to compute
 
 and of its block table:
@@ -76,6 +77,7 @@ class Sequence:
     branches: list[Sequence] = field(default_factory=list)
     parent: Sequence | None = None
     abandoned: bool = False  # closed, but computes the prompt for its branches
+    cancelled_s: float = 0.0  # when whoever waited for it left
     group: BeamGroup | None = None
     matcher: Matcher | None = None  # what a grammar lets its output be
     num_reserved_seats: int = 0  # for beams to come

@@ -10,7 +10,15 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.common.config import EngineConfig, TransportName
-from kvferry.common.errors import BlockCorrupt, DeadlineExceeded, Internal, KvferryError, Overloaded, Unavailable
+from kvferry.common.errors import (
+    BlockCorrupt,
+    DeadlineExceeded,
+    Internal,
+    KvferryError,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
 from kvferry.common.fail_points import FailPoints
 from kvferry.common.fault_metrics import FaultCollector
 from kvferry.common.nodes import LayoutCard, Link, NodeLoad
@@ -129,12 +137,18 @@ class NodeMetrics:
         )
         self.local_fallbacks = counter(
             "prefill_fallback",
-            "Prompts computed on the decode node though they were to be prefilled elsewhere.",
+            "Prompts computed on the decode node for want of a prefill node that could, not by the router's choice.",
             "cause",
         )
-        self.transfer_bytes = counter("transfer_bytes", "Bytes pulled from peers.", "transport")
-        self.transfer_blocks = counter("transfer_blocks", "Blocks pulled from peers.", "transport")
+        self.transfer_bytes = counter("transfer_bytes", "Bytes pulled from peers, used or not.", "transport")
+        self.transfer_blocks = counter("transfer_blocks", "Blocks pulled from peers, used or not.", "transport")
         self.transfer_failures = counter("transfer_failures", "Receives that did not complete, by error code.", "cause")
+        self.transport_failures = counter(
+            "transport_failures",
+            "Pulls that a transport could not do, by error code: the next one took over, or the receive failed.",
+            "transport",
+            "cause",
+        )
         self.cached_pulls = counter(
             "cached_pulls", "Pulls of blocks that a peer may have cached, by what became of them.", "outcome"
         )
@@ -151,7 +165,11 @@ class NodeMetrics:
         self.transfer_exposed = counter(
             "transfer_exposed_seconds", "Of the pulls' time and their confirmation: not hidden behind computing."
         )
-        self.cancel_to_free = histogram("cancel_to_free_seconds", "From a cancel to its blocks given back.", _SECONDS)
+        self.cancel_to_free = histogram(
+            "cancel_to_free_seconds",
+            "From a cancel to its blocks given back: after the running step, or after the last copy into them.",
+            _SECONDS,
+        )
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
@@ -159,6 +177,8 @@ class NodeMetrics:
         for transport in get_args(TransportName):
             for labelled in (self.transfer_bytes, self.transfer_blocks, self.transfer_seconds):
                 labelled.labels(transport)
+            for failure in (Unavailable, TransferFailed, BlockCorrupt):
+                self.transport_failures.labels(transport, failure.code)
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
             self.prompt_tokens.labels(source)
         for reason in FinishReason:
@@ -181,13 +201,13 @@ class NodeMetrics:
         self._external_queries.inc(num_computed + num_received)
         self._external_hits.inc(num_received)
 
-    def note_pulls(self, pulls: Iterable[PullResult], exposed_s: float) -> None:
-        """`exposed_s`: how long somebody waited for them with nothing else to do."""
-        self.transfer_exposed.inc(exposed_s)
-        for pull in pulls:
-            self.transfer_bytes.labels(pull.transport).inc(pull.num_bytes)
-            self.transfer_blocks.labels(pull.transport).inc(pull.num_blocks)
-            self.transfer_seconds.labels(pull.transport).observe(pull.seconds)
+    def note_pull(self, pull: PullResult) -> None:
+        self.transfer_bytes.labels(pull.transport).inc(pull.num_bytes)
+        self.transfer_blocks.labels(pull.transport).inc(pull.num_blocks)
+        self.transfer_seconds.labels(pull.transport).observe(pull.seconds)
+
+    def note_transport_failure(self, transport: str, cause: str) -> None:
+        self.transport_failures.labels(transport, cause).inc()
 
     def note_step(self, report: StepReport) -> None:
         stats = report.stats
@@ -198,6 +218,8 @@ class NodeMetrics:
             self.preemptions.inc(stats.num_preemptions)
         if stats.num_copied_blocks:
             self.copied_blocks.inc(stats.num_copied_blocks)
+        for seconds in report.cancel_to_free_s:
+            self.cancel_to_free.observe(seconds)
         for first in (token.first for token in report.tokens):
             if first is not None:
                 self.queue_seconds.observe(first.admitted_s - first.arrival_s)

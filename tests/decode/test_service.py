@@ -18,10 +18,12 @@ from kvferry.services.decode.session import GatewaySession
 from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.engine.engine import Engine
 from kvferry.services.engine.limits import SchedulerLimits
+from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
 from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.metrics import NodeMetrics
+from kvferry.services.rpc.convert import submit_from_pb, submit_to_pb
 from kvferry.services.transfer.lease import LeaseTable
 from tests.engine.fake_runner import FakeRunner, generate
 
@@ -47,7 +49,7 @@ class Node:
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(BlockPool(64), SchedulerLimits(8, 64, 8))
         self.engine = Engine(
-            FakeRunner(64, 16), scheduler, (), 1024, lambda report: loop.call_soon(self.service.on_report, report)
+            FakeRunner(64, 16), scheduler, (), 1024, lambda report: loop.call_soon(self._on_report, report)
         )
         self.peer = Peer(connect)
         leases = LeaseTable(self.engine.pin, self.engine.unpin, lease_s=8.0)
@@ -55,14 +57,22 @@ class Node:
         model: Any = SimpleNamespace(vocab_size=512)
         puller: Any = self.peer
         grammars: Any = None
-        metrics = NodeMetrics(self.engine.load)
+        self.metrics = metrics = NodeMetrics(self.engine.load)
         context.loaded = LoadedNode(self.engine, CARD, model, 1024, leases, puller, metrics, grammars, True)
         self.service = DecodeService(context)
         self.session = GatewaySession()
 
-    def submit(self, n: int = 1, length: int = 200, request_id: str = "r") -> None:
-        params = SamplingParams(max_tokens=4)
-        self.service._submit(self.session, GenerateRequest(request_id, (7,) * length, params, n=n, prefill=PLAN))
+    def _on_report(self, report: StepReport) -> None:
+        self.metrics.note_step(report)
+        self.service.on_report(report)
+
+    def submit(self, n: int = 1, length: int = 200, request_id: str = "r", **fields: Any) -> None:
+        params, fields = SamplingParams(max_tokens=4), {"prefill": PLAN} | fields
+        spec = GenerateRequest(request_id, (7,) * length, params, n=n, **fields)
+        self.service._submit(self.session, submit_from_pb(submit_to_pb(spec)))
+
+    def num_fallbacks(self, cause: str) -> float | None:
+        return self.metrics.registry.get_sample_value("kvferry:prefill_fallback_total", {"cause": cause})
 
     def cancel(self, request_id: str = "r") -> None:
         if request := self.service._requests.get((self.session.number, request_id, 0)):
@@ -97,6 +107,8 @@ def test_cancel_at_any_moment_of_a_receive_gives_everything_back(ticks: int, n: 
         assert accounts.available == accounts.total, accounts
         assert node.endings == []
         assert node.service.num_active == 0
+        num_freed = node.metrics.registry.get_sample_value("kvferry:cancel_to_free_seconds_count")
+        assert num_freed == 1, "the choices of one prompt have its blocks together"
 
     asyncio.run(run())
 
@@ -129,7 +141,27 @@ def test_failing_peers_leave_the_prompt_to_this_node() -> None:
         assert tokens == generate((7,) * 200, 4)
         assert node.endings == [(0, "length", "")]
         assert node.peer.dropped == ["p0"]
+        assert (node.num_fallbacks("all_candidates_failed"), node.num_fallbacks("no_candidate")) == (1, 0)
         assert node.engine.load().accounts.available == 64
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("length", "by_choice", "num_fallbacks"),
+    [(200, False, 1), (200, True, 0), (20, False, 0)],
+    ids=["no prefill node", "the router prefers this node", "short"],
+)
+def test_only_a_long_prompt_for_want_of_a_prefill_node_counts_as_a_fallback(
+    length: int, by_choice: bool, num_fallbacks: int
+) -> None:
+    async def run() -> None:
+        node = Node(never)
+        node.submit(length=length, prefill=(), local_by_choice=by_choice)
+        await node.settle()
+        assert node.endings == [(0, "length", "")]
+        assert node.num_fallbacks("no_candidate") == num_fallbacks
+        assert node.num_fallbacks("all_candidates_failed") == 0
 
     asyncio.run(run())
 

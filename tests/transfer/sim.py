@@ -28,6 +28,7 @@ from kvferry.services.engine.schedule import Schedule
 from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.node.metrics import NodeMetrics
+from kvferry.services.node.owner import sweep_leases
 from kvferry.services.prefill.service import PrefillService
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.puller import Puller
@@ -135,7 +136,6 @@ class SimNode:
         self.instance = f"{role}{next(_serial)}"
         self.address = address or str(role)
         self.clock_skew_s = 0.0
-        self.num_revoked = 0
         self.jobs = HeldJobs()
         self.segment = PoolSegment.create(SHM_DIR, self.instance, num_blocks, BLOCK * SLOT_BYTES)
         self.segment.buffer[:] = 0
@@ -164,7 +164,15 @@ class SimNode:
     @property
     def num_cached_pulls(self) -> int:
         """Pulls of cached blocks by this node that came to their end."""
-        return int(self.metrics.cached_pulls.labels("moved")._value.get())
+        return int(self.sample("cached_pulls_total", outcome="moved"))
+
+    @property
+    def num_revoked(self) -> int:
+        return int(self.sample("leases_revoked_total"))
+
+    def sample(self, name: str, **labels: str) -> float:
+        """What /metrics says; 0 of a series that is not there yet."""
+        return self.metrics.registry.get_sample_value(f"kvferry:{name}", labels) or 0.0
 
     def holder(self, num_blocks: int) -> Holder:
         return Holder(self.instance, self.address, num_blocks)
@@ -177,6 +185,7 @@ class SimNode:
         context = NodeContext(config, self.role, self.address, self.instance, self.address)
         blocks = BlocksServicer(self.instance)
         blocks.serve(CARD, self.segment, self.leases, transports)
+        self.metrics = metrics = NodeMetrics(self.engine.load)
         puller = Puller(
             CARD,
             self.instance,
@@ -185,12 +194,15 @@ class SimNode:
             timeout_s=config.node.peer_timeout_s,
             fail_points=_InThreads() if COPIES_WAIT else None,
             dial=self.wire.channel,
+            on_pull=metrics.note_pull,
+            on_failure=metrics.note_transport_failure,
         )
         model: Any = SimpleNamespace(vocab_size=512)
         grammars: Any = None
-        self.metrics = metrics = NodeMetrics(self.engine.load)
         limit = self.pool.num_blocks * BLOCK
-        context.loaded = LoadedNode(self.engine, CARD, model, limit, self.leases, puller, metrics, grammars, True)
+        self._loaded = context.loaded = LoadedNode(
+            self.engine, CARD, model, limit, self.leases, puller, metrics, grammars, True
+        )
         make = PrefillService if self.role is Role.PREFILL else DecodeService
         self.service: Any = make(context)
         self.host: Any = Host(self.instance)
@@ -203,7 +215,11 @@ class SimNode:
             copier._pool = self.jobs
 
     def _report(self, report: StepReport) -> None:
-        self.loop.call_soon(self.service.on_report, report)
+        def take() -> None:
+            self.metrics.note_step(report)
+            self.service.on_report(report)
+
+        self.loop.call_soon(take)
 
     # ---- what a test does to it
 
@@ -250,15 +266,7 @@ class SimNode:
         self.shadow[:] = self.segment.buffer
 
     def sweep(self) -> None:
-        def expire() -> None:
-            over = self.leases.expire_due()
-            revoked = self.leases.revoke_cached() if self.engine.leases_block_admission() else []
-            self.num_revoked += len(revoked)
-            over += revoked
-            for lease_id in over:
-                self.service.on_lease_expired(lease_id)
-
-        self.call(expire)
+        self.call(sweep_leases, self._loaded, self.service.on_lease_expired)
 
     def die(self, *, half_open: bool) -> None:
         self.wire.crash(self.instance, half_open=half_open)

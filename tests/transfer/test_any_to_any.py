@@ -6,6 +6,7 @@ On the virtual clock, between the real services.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -226,6 +227,7 @@ def test_wrong_bytes_are_dropped_and_computed(fleets: list[Fleet]) -> None:
     first = fleet.finish("next", TURN)
     assert first.cached_tokens == 0
     assert cause(fleet.d[1], "block_corrupt") == 1
+    assert fleet.d[1].sample("transport_failures_total", transport="grpc", cause="block_corrupt") == 1
     fleet.go_on(3)
     fleet.check_clean()
 
@@ -242,6 +244,26 @@ def test_a_request_that_is_cancelled_while_its_prefill_node_pulls_leaves_nothing
 
     d0.call(cancel)
     fleet.go_on(8)
+    fleet.check_clean()
+
+
+def test_a_prefill_nodes_cancels_count_until_the_copy_under_way_has_ended(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + fleet.loop.now)
+    d0, p1 = fleet.d[0], fleet.p[1]
+    fleet.submit("next", next_turn(PROMPT, 2, 30), d0, by=p1)
+    while not len(p1.jobs):
+        fleet.go_on(copy=False)
+    p1.call(p1.jobs.begin)
+    request = d0.service._requests[d0.session.number, "next", 0]
+    d0.call(d0.service._cancel, request, [0])
+    fleet.go_on(2, copy=False)
+    fleet.loop.advance(0.5)
+    assert p1.sample("cancel_to_free_seconds_count") == 0
+    fleet.go_on(2)
+    assert p1.sample("cancel_to_free_seconds_sum") == 0.5
+    fleet.go_on(6)
     fleet.check_clean()
 
 
