@@ -207,6 +207,11 @@ TRANSFER: Rows = {
     ),
     "What went wrong": (
         Chart("Receives that failed", "short", {rate("transfer_failures_total", "cause"): "{{cause}}"}),
+        Chart(
+            "Pulls that a transport could not do",
+            "short",
+            {rate("transport_failures_total", "transport, cause"): "{{transport}}: {{cause}}"},
+        ),
         Chart("Prompts computed on decode instead", "short", {rate("prefill_fallback_total", "cause"): "{{cause}}"}),
         Chart("Leases expired", "short", {rate("leases_expired_total", "instance"): "{{instance}}"}),
     ),

@@ -29,7 +29,7 @@ def plan_receive(node: NodeContext, request: Request, seq: Sequence) -> None:
     """Says in `seq.receive` whether blocks shall come from others, before it is submitted."""
     spec = request.spec
     if not spec.prefill:
-        _note_if_alone(node, seq)
+        _note_if_alone(node, request, seq)
     if not (spec.prefill or spec.holders):
         return
     cached = node.require_loaded().engine.num_cached_tokens(seq)
@@ -39,9 +39,10 @@ def plan_receive(node: NodeContext, request: Request, seq: Sequence) -> None:
     seq.receive = num_held < num_wanted and (is_long or bool(request.holders))
 
 
-def _note_if_alone(node: NodeContext, seq: Sequence) -> None:
+def _note_if_alone(node: NodeContext, request: Request, seq: Sequence) -> None:
     """Counts a prompt that a prefill node would have been asked for, had there been one."""
-    if node.role is Role.DECODE and seq.num_tokens > local_prefill_limit(node):
+    is_short = seq.num_tokens <= local_prefill_limit(node)
+    if node.role is Role.DECODE and not (is_short or request.spec.local_by_choice):
         node.require_loaded().metrics.local_fallbacks.labels("no_candidate").inc()
 
 
@@ -101,7 +102,7 @@ async def _from_prefill(node: NodeContext, request: Request, wanted: Wanted, num
             loaded.metrics.transfer_failures.labels(exc.code).inc()
             continue
         request.prefilled_by = candidate.instance_id
-        loaded.metrics.note_pulls(received.pulls, received.transfer_s)
+        loaded.metrics.transfer_exposed.inc(received.transfer_s)
         return received
     loaded.metrics.local_fallbacks.labels("all_candidates_failed").inc()
     return None

@@ -77,7 +77,7 @@ async def _pull(node: NodeContext, wanted: Wanted, holder: Holder, have: int) ->
     took_ms, who = (time.monotonic() - started) * 1e3, f"{wanted.request_id}: {got.num_blocks} blocks"
     log.info("%s from %s in %.1f ms, expected %s", who, holder.address, took_ms, expected)
     loaded.metrics.cached_pulls.labels("moved").inc()
-    loaded.metrics.note_pulls(got.pulls, got.transfer_s)
+    loaded.metrics.transfer_exposed.inc(got.transfer_s)
     return got
 
 

@@ -6,11 +6,14 @@ A node of any role offers what it has in its cache. The end of the stream, howev
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from kvferry.common.errors import Draining, KvferryError, LeaseExpired, TransferFailed, Unavailable
+from kvferry.common.fail_points import Action, copies
 from kvferry.common.hashing import block_names, root_name
 from kvferry.common.log import log_fields
 from kvferry.proto import kvferry_pb2 as pb
@@ -20,6 +23,8 @@ from kvferry.services.node.context import LoadedNode, NodeContext
 from kvferry.services.rpc.convert import card_from_pb
 from kvferry.services.rpc.errors import detail_to_pb
 from kvferry.services.transfer.protocol import Offer, OwnerSide
+
+log = logging.getLogger("kvferry.node")
 
 Stream = grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillReply]
 Event = pb.PrefillRequest | BlocksOutput | FailedOutput | KvferryError | None
@@ -75,7 +80,10 @@ class OwnerRun:
     async def _write(self, context: Stream, reply: pb.PrefillReply) -> None:
         point = "transfer.lease.released" if reply.HasField("released") else "rpc.prefill.reply"
         self._num_replies += 1
-        for _ in range(await self._node.fail_points.copies(point)):
+        fault = self._node.fail_points.hit(point)
+        if fault is not None and fault.action is Action.CORRUPT:
+            reply = _garbled(reply)
+        for _ in range(await copies(fault)):
             await context.write(reply)
 
 
@@ -149,6 +157,28 @@ class BlockOwner(pb_grpc.PrefillServicer):
 
     def _open_prompt(self, loaded: LoadedNode, start: pb.PrefillStart) -> OwnerRun:
         raise Unavailable(f"{self._node.node_id} computes no prompts for other nodes")
+
+
+def _garbled(reply: pb.PrefillReply) -> pb.PrefillReply:
+    """With another content, of the kind that its reader can tell: it believes nothing that it can check."""
+    if reply.HasField("accepted"):
+        return pb.PrefillReply(accepted=pb.PrefillAccepted(lease_id=reply.accepted.lease_id, instance_id="garbled"))
+    if reply.HasField("renewed"):
+        return pb.PrefillReply(renewed=pb.LeaseRenewed(num_replies=reply.renewed.num_replies + 1))
+    return pb.PrefillReply(filled=pb.BlocksFilled(first=reply.filled.first + 2**20, block_ids=reply.filled.block_ids))
+
+
+def sweep_leases(loaded: LoadedNode, on_ended: Callable[[str], None]) -> None:
+    """Ends leases that have run out, and those of cached blocks while a request waits for blocks; each by its id."""
+    for lease_id in loaded.leases.expire_due():
+        log.warning("lease %s expired: its reader did not renew it", lease_id[:8])
+        loaded.metrics.leases_expired.inc()
+        on_ended(lease_id)
+    if loaded.engine.leases_block_admission():
+        for lease_id in loaded.leases.revoke_cached():
+            log.info("lease %s revoked: a request waits for blocks", lease_id[:8])
+            loaded.metrics.leases_revoked.inc()
+            on_ended(lease_id)
 
 
 async def _pump(context: Stream, events: asyncio.Queue[Event]) -> None:

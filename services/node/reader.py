@@ -24,7 +24,7 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.convert import card_to_pb, holders_to_pb
 from kvferry.services.rpc.errors import detail_from_pb, from_rpc_error
-from kvferry.services.transfer.base import Peer, PullResult, was_cancelled
+from kvferry.services.transfer.base import Peer, was_cancelled
 from kvferry.services.transfer.protocol import Offer, ReaderSide
 from kvferry.services.transfer.puller import Puller
 
@@ -62,7 +62,6 @@ class Received:
     queue_s: float
     prefill_s: float
     transfer_s: float
-    pulls: tuple[PullResult, ...]
 
     @classmethod
     def sum(cls, parts: Sequence[Received]) -> Received:
@@ -73,7 +72,6 @@ class Received:
             queue_s=sum(one.queue_s for one in parts),
             prefill_s=sum(one.prefill_s for one in parts),
             transfer_s=sum(one.transfer_s for one in parts),
-            pulls=tuple(pull for one in parts for pull in one.pulls),
         )
 
 
@@ -233,7 +231,7 @@ class BlockReader:
                 await asyncio.wait((pulling, watching), return_when=asyncio.FIRST_COMPLETED)
                 if not pulling.done():
                     await watching
-            pulls = await pulling
+            await pulling
         finally:
             for task in tasks:
                 task.cancel()
@@ -246,7 +244,6 @@ class BlockReader:
             queue_s=computed.queue_s,
             prefill_s=computed.prefill_s,
             transfer_s=time.monotonic() - computed_s,
-            pulls=tuple(pulls),
         )
 
     async def _read_offers(
@@ -261,17 +258,12 @@ class BlockReader:
         todo.put_nowait(None)
         return reply.computed, time.monotonic()
 
-    async def _pull_offers(
-        self, peer: Peer, side: ReaderSide, todo: asyncio.Queue[_Copy | None], span: Span
-    ) -> list[PullResult]:
-        pulls: list[PullResult] = []
+    async def _pull_offers(self, peer: Peer, side: ReaderSide, todo: asyncio.Queue[_Copy | None], span: Span) -> None:
         while (copy := await todo.get()) is not None:
             with span.child("pull", blocks=len(copy.own_ids)) as pulling:
                 done = await self._puller.pull(peer, side.lease_id, copy.source_ids, copy.own_ids)
                 pulling.set(transport=done.transport, bytes=done.num_bytes)
-            pulls.append(done)
             side.copied(len(copy.own_ids))
-        return pulls
 
     async def _confirm(self, stream: _Stream, side: ReaderSide) -> None:
         """Asks the owner, after the copy, whether the lease was valid throughout. Raises unless it says yes.

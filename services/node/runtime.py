@@ -35,10 +35,11 @@ from kvferry.services.index.faulty import with_faults
 from kvferry.services.index.open import open_index
 from kvferry.services.node.address import advertised_host, default_node_id
 from kvferry.services.node.context import LoadedNode, NodeContext, NodeService
-from kvferry.services.node.engine_factory import build_engine
+from kvferry.services.node.engine_factory import BuiltEngine, build_engine
 from kvferry.services.node.membership import Membership
 from kvferry.services.node.metrics import NodeMetrics, cache_config_info, engine_info
 from kvferry.services.node.metrics_server import serve_metrics
+from kvferry.services.node.owner import sweep_leases
 from kvferry.services.rpc.aio import Server, dialer
 from kvferry.services.rpc.errors import to_status
 from kvferry.services.rpc.tls import Tls
@@ -157,6 +158,10 @@ class NodeRuntime(pb_grpc.NodeServicer):
 
     # ---- inside
 
+    def _build(self) -> BuiltEngine:
+        self.context.fail_points.pause("node.load")
+        return build_engine(self.config, self.context.role, self.context.instance_id, self._report_from_engine)
+
     def _add_servicers(self, server: grpc.aio.Server) -> None:
         self.service.add_to(server)
         pb_grpc.add_BlocksServicer_to_server(self.blocks, server)
@@ -165,9 +170,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
     async def _load(self, stack: AsyncExitStack) -> None:
         started = time.monotonic()
         node, instance_id = self.config.node, self.context.instance_id
-        built = await _in_a_thread_of_its_own(
-            build_engine, self.config, self.context.role, instance_id, self._report_from_engine
-        )
+        built = await _in_a_thread_of_its_own(self._build)
         stack.callback(built.segment.close)
         stack.callback(self.blocks.close)
         leases = LeaseTable(
@@ -177,6 +180,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
             max_pinned_blocks=int(node.max_leased_cache_share * built.engine.pool.num_blocks),
         )
         self.blocks.serve(built.card, built.segment, leases, node.transports)
+        metrics = NodeMetrics(self._node_load, self.context.fail_points, lambda: puller.links)
         puller = Puller(
             built.card,
             instance_id,
@@ -185,8 +189,9 @@ class NodeRuntime(pb_grpc.NodeServicer):
             timeout_s=node.peer_timeout_s,
             dial=dialer(self._tls),
             fail_points=self.context.fail_points,
+            on_pull=metrics.note_pull,
+            on_failure=metrics.note_transport_failure,
         )
-        metrics = NodeMetrics(self._node_load, self.context.fail_points, lambda: puller.links)
         cache = cache_config_info(self.config.engine, built.card, built.engine.pool.num_blocks)
         metrics.cache_config_info.info(cache)
         metrics.engine_info.info(engine_info(built.card, built.batch_invariant))
@@ -235,15 +240,7 @@ class NodeRuntime(pb_grpc.NodeServicer):
         loaded = self.context.require_loaded()
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
-            for lease_id in loaded.leases.expire_due():
-                log.warning("lease %s expired: its reader did not renew it", lease_id[:8])
-                loaded.metrics.leases_expired.inc()
-                self.service.on_lease_expired(lease_id)
-            if loaded.engine.leases_block_admission():
-                for lease_id in loaded.leases.revoke_cached():
-                    log.info("lease %s revoked: a request waits for blocks", lease_id[:8])
-                    loaded.metrics.leases_revoked.inc()
-                    self.service.on_lease_expired(lease_id)
+            sweep_leases(loaded, self.service.on_lease_expired)
 
     async def _watch_progress(self, server: Server) -> None:
         """A stalled node says so in its record and its health, and is back by itself once the step has ended."""

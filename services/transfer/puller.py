@@ -34,15 +34,6 @@ log = logging.getLogger("kvferry.transfer")
 
 
 @dataclass(slots=True)
-class TransportStats:
-    num_pulls: int = 0
-    num_blocks: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    num_failures: int = 0
-
-
-@dataclass(slots=True)
 class _Link:
     peer: Peer
     usable: list[str]  # transports that work for this pair, best first; pulls use the first
@@ -60,8 +51,10 @@ class _Link:
 class Puller:
     """One per node, used from one event loop.
 
-    `transports` are those allowed here, best first. `timeout_s` is the longest silence of a peer. The entries of
-    `transports_by_name` may be wrapped by tests before the first connect.
+    `transports` are those allowed here, best first. `timeout_s` is the longest silence of a peer. `on_pull` hears of
+    each pull that is done, whatever becomes of its hand-over; `on_failure` of each that a transport could not do, with
+    the transport and an error's code, whether or not the next one took over. The entries of `transports_by_name` may be
+    wrapped by tests before the first connect.
     """
 
     def __init__(
@@ -74,7 +67,10 @@ class Puller:
         timeout_s: float = 3.0,
         fail_points: FailPoints | None = None,
         dial: Callable[[str], grpc.aio.Channel] = open_channel,
+        on_pull: Callable[[PullResult], None] = lambda _: None,
+        on_failure: Callable[[str, str], None] = lambda _, __: None,
     ) -> None:
+        self._on_pull, self._on_failure = on_pull, on_failure
         self._card, self._instance_id = card, instance_id
         self._block_bytes, self._num_blocks = segment.block_bytes, segment.num_blocks
         self._segment = segment
@@ -85,8 +81,6 @@ class Puller:
         self.transports_by_name = {
             name: _make_transport(name, segment, timeout_s, fail_points or FailPoints()) for name in transports
         }
-        self.stats = {name: TransportStats() for name in transports}
-        self.fallbacks = 0
         self.bandwidth = Bandwidth()
         self._links: dict[str, _Link] = {}
         self._connecting: dict[tuple[str, str], asyncio.Task[_Link]] = {}
@@ -131,13 +125,9 @@ class Puller:
         num_bytes = len(src_block_ids) * (part.mine.num_bytes if part else self._block_bytes)
         result = PullResult(name, len(src_block_ids), num_bytes, time.perf_counter() - started)
         self.bandwidth.note(peer.instance_id, num_bytes, result.seconds)
-        stats = self.stats[name]
-        stats.num_pulls += 1
-        stats.num_blocks += result.num_blocks
-        stats.num_bytes += result.num_bytes
         link.num_blocks += result.num_blocks
         link.num_bytes += result.num_bytes
-        stats.seconds += result.seconds
+        self._on_pull(result)
         return result
 
     async def _pull(self, link: _Link, lease_id: str, src: Sequence[int], dst: Sequence[int]) -> str:
@@ -150,7 +140,7 @@ class Puller:
             except LeaseExpired:
                 raise
             except Exception as exc:  # whatever is wrong with one transport, the next one may work
-                self.stats[name].num_failures += 1
+                self._on_failure(name, exc.code if isinstance(exc, KvferryError) else TransferFailed.code)
                 if name == link.usable[-1]:
                     self._drop(link)
                     if isinstance(exc, KvferryError):
@@ -159,7 +149,6 @@ class Puller:
                 if name in link.usable:
                     link.usable.remove(name)
                     link.refused[name] = f"failed: {exc}"
-                self.fallbacks += 1
                 log.warning("%s: %s failed (%s), going on with %s", link.peer, name, exc, link.usable[0])
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:

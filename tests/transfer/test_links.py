@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvferry.common.nodes import Link
+from kvferry.services.transfer.conformance.owners import HAS_UCX
 from tests.e2e.cluster import cluster
 
 PROMPT = [3 + i * 7 % 490 for i in range(120)]
@@ -64,3 +65,22 @@ def test_the_transport_of_a_pair_and_why_are_shown(tiny_model: Path, tmp_path: P
         }
         labels = {"peer": owner.instance_id, "address": owner.address, "transport": transport, "reason": reason}
         assert decode.metric("kvferry:transfer_link", **labels) == 1
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
+def test_wrong_bytes_over_one_transport_are_counted_and_the_next_one_takes_over(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with cluster(tmp_path, str(tiny_model)) as nodes:
+        order = ("--transports", "ucx,grpc")  # the first run opens the connection, the second has blocks
+        prefill = nodes.start_node("prefill", *order, "--fail-points", "transfer.ucx.run=corrupt@2", wait=False)
+        decode = nodes.start_node("decode", *order, "--local-prefill-max-tokens", "16", wait=False)
+        nodes.wait_node(prefill)
+        nodes.wait_node(decode)
+        _complete(nodes.start_gateway().url)
+        assert decode.metric("kvferry:transport_failures_total", transport="ucx", cause="block_corrupt") == 1
+        assert decode.metric("kvferry:transfer_blocks_total", transport="grpc") == len(PROMPT) // 16
+        assert decode.metric("kvferry:prefill_fallback_total") == 0
+        (link,) = decode.record().links
+        assert link.transport == "grpc"
+        assert link.reason.startswith("ucx: failed: ")

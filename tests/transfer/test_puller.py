@@ -17,30 +17,51 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.common.errors import ConfigError, LayoutMismatch, LeaseExpired, TransferFailed, Unavailable
+from kvferry.common.errors import BlockCorrupt, ConfigError, LayoutMismatch, LeaseExpired, TransferFailed, Unavailable
 from kvferry.common.nodes import LayoutCard
 from kvferry.services.transfer.base import Peer, PullResult, Transport
-from kvferry.services.transfer.puller import Puller
-from kvferry.services.transfer.segment import PoolSegment
-from tests.transfer.conformance import (
+from kvferry.services.transfer.conformance.owners import (
     BOUND_S,
     CARD,
     HAS_UCX,
     TIMEOUT_S,
     Owner,
-    alive,
     content,
     fill,
     owner_process,
     serve,
     shared_pool,
 )
+from kvferry.services.transfer.puller import Puller
+from kvferry.services.transfer.segment import PoolSegment
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 4096
 
 
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
 def private_pool() -> PoolSegment:
     return PoolSegment.anonymous(NUM_BLOCKS, BLOCK_BYTES)
+
+
+class Heard(Puller):
+    """With what it has told: pulls that were done, and (transport, cause) of those that a transport could not do."""
+
+    def __init__(self, card: LayoutCard, own: PoolSegment, transports: Sequence[str], timeout_s: float) -> None:
+        self.done: list[PullResult] = []
+        self.failures: list[tuple[str, str]] = []
+
+        def failed(transport: str, cause: str) -> None:
+            self.failures.append((transport, cause))
+
+        super().__init__(
+            card, "reader", own, transports, timeout_s=timeout_s, on_pull=self.done.append, on_failure=failed
+        )
 
 
 @contextlib.asynccontextmanager
@@ -49,8 +70,8 @@ async def puller(
     transports: Sequence[str] = ("shm", "grpc"),
     card: LayoutCard = CARD,
     timeout_s: float = TIMEOUT_S,
-) -> AsyncIterator[Puller]:
-    made = Puller(card, "reader", own or private_pool(), transports, timeout_s=timeout_s)
+) -> AsyncIterator[Heard]:
+    made = Heard(card, own or private_pool(), transports, timeout_s)
     try:
         yield made
     finally:
@@ -126,8 +147,17 @@ def test_shared_memory_is_used_only_where_the_nonce_proves_the_same_host() -> No
     assert "not the same host" in reason
 
 
-@pytest.mark.parametrize("error", [TransferFailed("torn"), OSError(5, "I/O error"), RuntimeError("a bug")])
-def test_a_transport_that_fails_at_run_time_is_replaced_without_failing_the_pull(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (TransferFailed("torn"), "transfer_failed"),
+        (BlockCorrupt("wrong bytes"), "block_corrupt"),
+        (Unavailable("gone"), "unavailable"),
+        (OSError(5, "I/O error"), "transfer_failed"),
+        (RuntimeError("a bug"), "transfer_failed"),
+    ],
+)
+def test_a_transport_that_fails_at_run_time_is_replaced_without_failing_the_pull(error: Exception, cause: str) -> None:
     own_pool = private_pool()
 
     async def body() -> None:
@@ -139,9 +169,11 @@ def test_a_transport_that_fails_at_run_time_is_replaced_without_failing_the_pull
                 result = await own.pull(peer, peer_node.lease([src]), [src], [src])
                 assert result.transport == "grpc"
             assert broken.num_pulls == 1
-            assert own.fallbacks == 1
-            assert own.stats["shm"].num_failures == 1
-            assert (own.stats["grpc"].num_pulls, own.stats["grpc"].num_bytes) == (2, 2 * BLOCK_BYTES)
+            assert own.failures == [("shm", cause)]
+            assert [(one.transport, one.num_blocks, one.num_bytes) for one in own.done] == [
+                ("grpc", 1, BLOCK_BYTES)
+            ] * 2
+            assert all(one.seconds > 0 for one in own.done)
             assert own.links[0].transport == "grpc"
             assert str(error) in own.links[0].reason
 
@@ -183,7 +215,7 @@ def test_each_transport_of_any_order_takes_over_from_the_one_before(order: tuple
                 result = await own.pull(peer, peer_node.lease([1, 2]), [1, 2], [5, 4])
                 assert result.transport == name
                 np.testing.assert_array_equal(own_pool.buffer[[5, 4]], content([1, 2], BLOCK_BYTES))
-                assert own.fallbacks == failed
+                assert own.failures == [(gone, "transfer_failed") for gone in order[:failed]]
                 own.transports_by_name[name] = Broken(TransferFailed(f"{name} tore"))
             with pytest.raises(TransferFailed, match=f"{order[-1]} tore"):
                 await own.pull(peer, peer_node.lease([1]), [1], [1])
@@ -216,7 +248,8 @@ def test_when_the_last_transport_fails_the_peer_is_forgotten_and_the_next_pull_s
             with pytest.raises(TransferFailed, match="I/O error"):
                 await own.pull(peer, peer_node.lease([1]), [1], [1])
             assert own.links == []
-            assert own.fallbacks == 0
+            assert own.failures == [("shm", "transfer_failed")]
+            assert own.done == []
             own.transports_by_name["shm"] = whole
             await own.pull(peer, peer_node.lease([1]), [1], [1])
             assert len(own.links) == 1
@@ -233,7 +266,7 @@ def test_an_expired_lease_is_no_fault_of_the_transport() -> None:
             with pytest.raises(LeaseExpired, match="lease no-such- is unknown"):
                 await own.pull(peer, "no-such-lease", [1], [1])
             assert len(own.links) == 1
-            assert own.stats["grpc"].num_failures == 0
+            assert own.failures == []
 
     asyncio.run(body())
 
