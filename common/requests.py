@@ -97,7 +97,8 @@ class GenerateRequest:
 
     `holders`, best first: whom leading blocks may be pulled from instead of being computed. `http_request_id` is what
     the client knows it by, for logs; all prompts of one HTTP request have the same. Where it has a `number`, a node may
-    send tokens of choice `i` under `number + i` instead of in full.
+    send tokens of choice `i` under `number + i` instead of in full. `local_by_choice`: there are prefill nodes, and the
+    router names none because the decode node is sooner done with the prompt.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class GenerateRequest:
     traceparent: str = ""
     http_request_id: str = ""
     number: int = 0
+    local_by_choice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

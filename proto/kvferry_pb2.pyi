@@ -29,7 +29,7 @@ class Welcome(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed", "http_request_id", "number")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "n", "cache_salt", "prefill", "priority", "holders", "traceparent", "resumed", "http_request_id", "number", "local_by_choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Submit(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     HTTP_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BY_CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -56,7 +57,8 @@ class Submit(_message.Message):
     resumed: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     http_request_id: str
     number: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., http_request_id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    local_by_choice: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., priority: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., traceparent: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., http_request_id: _Optional[str] = ..., number: _Optional[int] = ..., local_by_choice: _Optional[bool] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids")

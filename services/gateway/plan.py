@@ -13,6 +13,8 @@ DEFAULT_PREFILL_TOKENS_PER_S = 1000.0  # until a node has measured its own
 DEFAULT_STEP_MS = 20.0
 DEFAULT_BYTES_PER_S = 1e9
 DEFAULT_STREAM_DELAY_WEIGHT = 4.0
+PACE_NOISE = 0.25
+"""A node whose prompts took no more than so much longer or shorter than at the fleet's pace is taken to have that."""
 
 RouteKind = Literal["local", "remote_prefill", "cached"]
 
@@ -41,8 +43,26 @@ class Pace:
             return cls(load.prompt_token_ms, load.prompt_position_ms)
         return cls(1000.0 / load.prefill_tokens_per_s) if load.prefill_tokens_per_s else None
 
-    def ms(self, num_tokens: int, num_positions: int) -> float:
+    @classmethod
+    def mean(cls, loads: Iterable[NodeLoad]) -> Pace:
+        """Of those that can tell both terms; of all while nobody can."""
+        told = [pace for load in loads if (pace := cls.told_by(load)) is not None]
+        paces = [pace for pace in told if pace.position_ms] or told or [cls()]
+        count = len(paces)
+        return cls(sum(pace.token_ms for pace in paces) / count, sum(pace.position_ms for pace in paces) / count)
+
+    def ms(self, num_tokens: float, num_positions: float) -> float:
         return self.token_ms * num_tokens + self.position_ms * num_positions
+
+    def of(self, load: NodeLoad) -> Pace:
+        """A node's, where this is the fleet's: as many times slower as its prompts took longer.
+
+        Its own two terms fit what it has computed, and say next to nothing of what is longer or shorter than that.
+        """
+        if not load.prefill_tokens_per_s or not load.prompt_depth:
+            return self
+        times = 1000.0 / load.prefill_tokens_per_s / self.ms(1.0, load.prompt_depth)
+        return self if abs(times - 1.0) <= PACE_NOISE else Pace(times * self.token_ms, times * self.position_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +80,12 @@ class Usual:
             known = [value for value in measured if value > 0]
             return sum(known) / len(known) if known else otherwise
 
-        paces = [pace for n in nodes if (pace := Pace.told_by(n.load)) is not None] or [Pace()]
-        token_ms = [pace.token_ms for pace in paces]
-        position_ms = [pace.position_ms for pace in paces if pace.position_ms] or [0.0]
+        pace = Pace.mean(n.load for n in nodes)
         return cls(
-            Pace(sum(token_ms) / len(token_ms), sum(position_ms) / len(position_ms)),
+            pace,
             mean((n.load.step_ms for n in nodes if n.role is not Role.PREFILL), DEFAULT_STEP_MS),
             mean((n.load.pull_bytes_per_s for n in nodes), DEFAULT_BYTES_PER_S),
-            Pace(min(token_ms), min(position_ms)),
+            min((pace.of(n.load) for n in nodes), key=lambda own: (own.token_ms, own.position_ms), default=pace),
         )
 
 
@@ -119,6 +137,7 @@ class Candidate:
     cost: Cost
     computed_by: str  # instance that would compute the rest of the prompt
     num_uncached: int  # tokens of that rest
+    pull_ms: float = 0.0  # of `cost.transfer_ms`, before it is computed
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ttft_ms": round(self.cost.ttft_ms, 3), "total_ms": round(self.cost.total_ms, 3)}
@@ -156,6 +175,11 @@ class Plan:
     def computer(self) -> NodeRecord:
         """Who computes what is not cached of the prompt."""
         return next(node for node in self.seen if node.instance_id == self.chosen.computed_by)
+
+    @property
+    def is_local_by_choice(self) -> bool:
+        """The decode node computes, though prefill nodes could."""
+        return bool(self.prefill_candidates) and not self.prefill
 
     @property
     def ttft_ms(self) -> float:

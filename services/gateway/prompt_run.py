@@ -136,6 +136,7 @@ class PromptRun:
             attempt=self.attempt,
             cache_salt=self._job.cache_salt,
             prefill=plan.prefill,
+            local_by_choice=plan.is_local_by_choice,
             holders=plan.holders,
             priority=self._job.priority,
             resumed=resumed,

@@ -27,6 +27,7 @@ def submit_to_pb(request: rq.GenerateRequest) -> pb.Submit:
         resumed=[pb.ResumedChoice(index=c.index, token_ids=c.token_ids) for c in request.resumed],
         http_request_id=request.http_request_id,
         number=request.number,
+        local_by_choice=request.local_by_choice,
     )
 
 
@@ -45,6 +46,7 @@ def submit_from_pb(msg: pb.Submit) -> rq.GenerateRequest:
         resumed=tuple(rq.ResumedChoice(c.index, tuple(c.token_ids)) for c in msg.resumed),
         http_request_id=msg.http_request_id,
         number=msg.number,
+        local_by_choice=msg.local_by_choice,
     )
 
 

@@ -18,7 +18,7 @@ from kvferry.common.errors import (
     PromptExceedsPool,
     Unavailable,
 )
-from kvferry.common.nodes import NodeState, Role
+from kvferry.common.nodes import NodeLoad, NodeState, Role
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from tests.gateway.fake_decode import Behaviour, FakeDecode
 from tests.gateway.harness import Setup, events, eventually, gateway, run, text_of
@@ -311,9 +311,48 @@ def test_prefill_candidates_reach_the_decode_node() -> None:
         (submitted,) = setup.nodes[0].submitted
         prefill = setup.nodes[1]
         assert [(c.instance_id, c.address) for c in submitted.prefill] == [(prefill.instance_id, prefill.address)]
+        assert not submitted.local_by_choice
         assert response.headers["x-kvferry-route"].startswith("decode=d0 prefill=p0 ")
 
     run(gateway(FakeDecode(role=Role.DECODE), FakeDecode(node_id="p0", role=Role.PREFILL)), scenario)
+
+
+def test_without_a_prefill_node_the_decode_node_computes_the_route_says_so_and_one_that_comes_back_is_used() -> None:
+    decode, prefill = FakeDecode(role=Role.DECODE), FakeDecode(node_id="p0", role=Role.PREFILL)
+
+    async def route(setup: Setup) -> tuple[str, bool]:
+        response = await setup.complete([5] * 400, max_tokens=1)
+        assert response.status_code == 200
+        submitted = decode.submitted[-1]
+        return response.headers["x-kvferry-route"].split(" matched")[0], submitted.local_by_choice
+
+    async def scenario(setup: Setup) -> None:
+        table = setup.gateway.table
+        assert await route(setup) == ("decode=d0 prefill=p0", False)
+        prefill.state = NodeState.DRAINING
+        await setup.announce(prefill)
+        await eventually(lambda: prefill.record() in table.nodes)
+        assert await route(setup) == ("decode=d0 prefill=none", False)
+        prefill.instance_id, prefill.state = "the next one", NodeState.READY
+        await setup.announce(prefill)
+        await eventually(lambda: prefill.record() in table.nodes)
+        assert await route(setup) == ("decode=d0 prefill=p0", False)
+
+    run(gateway(decode, prefill), scenario)
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_a_decode_node_is_told_whether_it_computes_by_choice_or_for_want_of_a_prefill_node(has_prefill: bool) -> None:
+    decode, busy = FakeDecode(role=Role.DECODE), FakeDecode(node_id="p0", role=Role.PREFILL)
+    busy.load = NodeLoad(num_waiting_tokens=100_000)
+
+    async def scenario(setup: Setup) -> None:
+        response = await setup.complete([5] * 400, max_tokens=1)
+        (submitted,) = decode.submitted
+        assert (submitted.prefill, submitted.local_by_choice) == ((), has_prefill)
+        assert response.headers["x-kvferry-route"].startswith("decode=d0 prefill=none ")
+
+    run(gateway(decode, *[busy] * has_prefill), scenario)
 
 
 def test_draining_refuses_new_requests_lets_others_finish_and_then_ends_them() -> None:
