@@ -90,6 +90,14 @@ class LayoutCard:
                 param="tp_rank",
             )
 
+    def check_gives(self, peer: LayoutCard, who: str) -> None:
+        """Raises LayoutMismatch unless blocks of `peer` alone mean something here: same bits, and all kv-heads."""
+        self.check_compatible(peer, who)
+        if (shared := self.shared_heads(peer)) != self.kv_heads:
+            raise LayoutMismatch(
+                f"{who} holds {len(shared)} of the {len(self.kv_heads)} kv-heads that this node needs", param="tp_size"
+            )
+
     def _splits_evenly(self) -> bool:
         size, heads = self.tp_size, self.num_kv_heads
         return 0 <= self.tp_rank < size and (heads % size == 0 or size % heads == 0)
@@ -138,7 +146,8 @@ class NodeLoad:
 
     `num_waiting_tokens` are prompt tokens still to be computed, those of prompts that have begun too, and
     `num_waiting_positions` those that they attend to, together. A prompt token takes `prompt_token_ms` and, for each
-    position before it, `prompt_position_ms`; `prefill_tokens_per_s` is the mean over prompts as they came.
+    position before it, `prompt_position_ms`; `prefill_tokens_per_s` is the mean over prompts as they came, whose
+    tokens had `prompt_depth` positions before them in the mean.
     `pull_bytes_per_s` is that of its pulls from peers in the last minute, the slowest peer's."""
 
     num_running: int = 0
@@ -151,6 +160,7 @@ class NodeLoad:
     prefill_tokens_per_s: float = 0.0
     prompt_token_ms: float = 0.0
     prompt_position_ms: float = 0.0
+    prompt_depth: float = 0.0
     step_ms: float = 0.0
     pull_bytes_per_s: float = 0.0
     num_steps: int = 0

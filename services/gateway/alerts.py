@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.common.nodes import NodeRecord, NodeState, Role
+from kvferry.services.gateway.misfits import find_misfits
 from kvferry.services.gateway.recent import WindowStats
 
 KV_NEARLY_FULL = 0.95
@@ -71,6 +72,8 @@ def _of_cluster(nodes: Sequence[NodeView], gateway: GatewayView) -> Iterator[Ale
     for record in gateway.strangers:
         detail = f"It serves {record.model!r}: nothing is sent to it. Give each model a namespace of its own."
         yield Alert(Level.WARNING, f"{record.node_id} serves another model", detail)
+    for misfit in find_misfits(node.record for node in nodes):
+        yield Alert(Level.WARNING, misfit.title, misfit.detail)
     for node_id, seconds in gateway.left.items():
         detail = f"{seconds:.0f} s ago. Expected after it was stopped; otherwise its log says why."
         yield Alert(Level.NOTICE, f"{node_id} has left", detail)

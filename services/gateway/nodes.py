@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Role, num_positions
 from kvferry.services.gateway.lookup import Named
+from kvferry.services.gateway.misfits import Misfit, find_misfits
 from kvferry.services.gateway.plan import InFlight, Plan
 from kvferry.services.index.base import PrefixIndex
 
@@ -37,6 +38,7 @@ class NodeTable:
         self.nodes: tuple[NodeRecord, ...] = ()
         self.strangers: tuple[NodeRecord, ...] = ()  # nodes that serve another model
         self.index_ok = False
+        self._misfits: list[Misfit] = []
         self._index = index
         self._model = model
         self._clock = clock
@@ -72,7 +74,14 @@ class NodeTable:
             known = {record.node_id for record in mine}
             mine += [record for record in self.nodes if record.node_id not in known]
         self.nodes = tuple(mine)
+        self._note_misfits()
         self._note_strangers([record for record in records if record.model != self._model])
+
+    def _note_misfits(self) -> None:
+        known, self._misfits = self._misfits, find_misfits(self.nodes)
+        for misfit in self._misfits:
+            if misfit not in known:
+                log.warning("%s: %s", misfit.title, misfit.detail)
 
     def _note_strangers(self, strangers: Sequence[NodeRecord]) -> None:
         known = {record.instance_id for record in self.strangers}
@@ -99,7 +108,8 @@ class NodeTable:
 class Ledger:
     """What this gateway has on each node, counted from the moment of choice: the next choice sees it.
 
-    Prompt tokens count until the node's own report has them, or the first token is there, whichever is first.
+    Prompt tokens count until the node's own report has them, or the first token is there, whichever is first. A report
+    has them once they are in the node's queue, which is after the blocks before them have been pulled.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,11 +125,13 @@ class Ledger:
         work = InFlight(num_choices, uncached, num_positions(end - uncached, end))
         computer = plan.computer
         names = (named or {}).get(computer.card.naming, ())
-        return self.enter(plan.decode.instance_id, computer.instance_id, work, names)
+        return self.enter(plan.decode.instance_id, computer.instance_id, work, names, plan.chosen.pull_ms / 1e3)
 
-    def enter(self, decode: str, computer: str, work: InFlight, names: Sequence[bytes] = ()) -> LedgerEntry:
-        """`computer` has the tokens, `decode` the rest."""
-        entry = LedgerEntry(self, decode, computer, work, names, self._clock())
+    def enter(
+        self, decode: str, computer: str, work: InFlight, names: Sequence[bytes] = (), pull_s: float = 0.0
+    ) -> LedgerEntry:
+        """`computer` has the tokens, once it has pulled those before them; `decode` the rest."""
+        entry = LedgerEntry(self, decode, computer, work, names, self._clock() + pull_s)
         if names:
             self._coming.setdefault(names[0], {})[entry] = None
         entries = self._unreported.setdefault(computer, deque())
@@ -139,9 +151,12 @@ class Ledger:
         self._loads = here
 
     def _reported(self, instance_id: str, until_s: float) -> None:
-        entries = self._unreported.get(instance_id, deque())
-        while entries and (entries[0].opened_at_s <= until_s or entries[0].is_reported):
-            entries.popleft().reported()
+        entries = self._unreported.pop(instance_id, deque())
+        for entry in entries:
+            if entry.queued_at_s <= until_s:
+                entry.reported()
+        if left := [entry for entry in entries if not entry.is_reported]:
+            self._unreported[instance_id] = deque(left)
 
     def coming(self, named: Iterable[Sequence[bytes]], told: Mapping[str, int] | None = None) -> dict[str, int]:
         """Instance -> leading blocks of these that it computes, or has in its queue: what this gateway has sent, and
@@ -181,7 +196,7 @@ def _num_shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 class LedgerEntry:
     """One submission's share. All methods may be called again; later calls do nothing."""
 
-    __slots__ = ("_decode", "_ledger", "_num_requests", "_work", "computer", "is_reported", "names", "opened_at_s")
+    __slots__ = ("_decode", "_ledger", "_num_requests", "_work", "computer", "is_reported", "names", "queued_at_s")
 
     def __init__(
         self,
@@ -190,12 +205,12 @@ class LedgerEntry:
         computer: str,
         work: InFlight,
         names: Sequence[bytes],
-        opened_at_s: float,
+        queued_at_s: float,
     ) -> None:
         self.computer = computer
         self.names = names
         self.is_reported = not work.num_prompt_tokens
-        self.opened_at_s = opened_at_s
+        self.queued_at_s = queued_at_s
         self._ledger = ledger
         self._decode = decode
         self._work = work
