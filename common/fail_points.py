@@ -39,7 +39,7 @@ class Action(enum.Enum):
 
 
 _MESSAGE = frozenset((Action.DROP, Action.DELAY, Action.DUPLICATE, Action.KILL))
-_CALL = frozenset((Action.DROP, Action.DELAY))
+_CALL = frozenset((Action.DROP, Action.DELAY, Action.KILL))
 
 POINTS: dict[str, frozenset[Action]] = {
     "transfer.grpc.chunk": frozenset(Action),  # owner: each run of blocks that is sent
@@ -51,11 +51,14 @@ POINTS: dict[str, frozenset[Action]] = {
     "transfer.lease.release": _MESSAGE,  # reader: "I have copied"
     "transfer.lease.released": _MESSAGE,  # owner: whether the lease was valid throughout
     "rpc.prefill.start": _MESSAGE,  # reader: the prompt
-    "rpc.prefill.reply": _MESSAGE,  # owner: accepted, filled, computed, renewed
+    "rpc.prefill.reply": _MESSAGE | {Action.CORRUPT},  # owner: accepted, filled, computed, renewed
+    "rpc.session.submit": _CALL,  # gateway: a request; twice would be two requests of one name
+    "rpc.session.cancel": _MESSAGE,  # gateway: nobody waits for it any more
     "rpc.decode.outputs": frozenset((Action.DELAY, Action.KILL)),  # decode: the tokens of a step
+    "node.load": frozenset((Action.DELAY, Action.KILL, Action.STOP)),  # any node: before it reads its model
     "engine.step": frozenset((Action.DELAY, Action.KILL, Action.STOP)),  # any node: before each step
-    "index.publish": _CALL,  # node: announce, store, remove; gateway: expect
-    "index.lookup": _CALL,  # gateway: which nodes live, and who holds which blocks
+    "index.publish": _CALL | {Action.DUPLICATE},  # node: announce, store, remove; gateway: expect
+    "index.lookup": _CALL | {Action.CORRUPT},  # gateway: which nodes live, who holds which blocks; corrupt: too many
 }
 """Every point, and what may go wrong there."""
 

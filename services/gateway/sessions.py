@@ -19,6 +19,7 @@ from typing import Any, Self
 import grpc
 
 from kvferry.common.errors import KvferryError, NodeLost
+from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import NodeRecord
 from kvferry.common.requests import FinishReason, GenerateRequest, RequestOutput
 from kvferry.proto import kvferry_pb2 as pb
@@ -82,9 +83,10 @@ class Submission:
 class Session:
     """The stream to one instance of one decode node."""
 
-    def __init__(self, node: NodeRecord, timeout_s: float, dial: Dial) -> None:
+    def __init__(self, node: NodeRecord, timeout_s: float, dial: Dial, fail_points: FailPoints | None = None) -> None:
         self.node = node
         self._dial = dial
+        self._fail_points = fail_points or FailPoints()
         self.started_at = time.time()
         self.is_connected = self.was_connected = False
         self._timeout_s = timeout_s
@@ -180,7 +182,10 @@ class Session:
 
     async def _write(self, call: Any) -> None:
         while True:
-            await call.write(await self._outbox.get())
+            message = await self._outbox.get()
+            point = "rpc.session.submit" if message.HasField("submit") else "rpc.session.cancel"
+            for _ in range(await self._fail_points.copies(point)):
+                await call.write(message)
 
     def _dispatch(self, message: pb.Output) -> None:
         """Nobody waits for an unknown request, or for an older attempt of a known one: dropped."""
@@ -207,11 +212,16 @@ class SessionPool:
     """All sessions of this gateway. An async context manager: leaving it closes them."""
 
     def __init__(
-        self, timeout_s: float, clock: Callable[[], float] = time.monotonic, dial: Dial = open_channel
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        dial: Dial = open_channel,
+        fail_points: FailPoints | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.dial = dial
         self._timeout_s = timeout_s
+        self._fail_points = fail_points or FailPoints()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.breakers = Breakers(clock)
         self._group = asyncio.TaskGroup()
@@ -231,7 +241,7 @@ class SessionPool:
         """Never fails: a node that cannot be reached is an error output in the mailbox."""
         session = self.sessions.get(node.instance_id)
         if session is None or session.has_ended:
-            session = self.sessions[node.instance_id] = Session(node, self._timeout_s, self.dial)
+            session = self.sessions[node.instance_id] = Session(node, self._timeout_s, self.dial, self._fail_points)
             # In a context of its own: it outlives the request that opens it, whose id its lines must not carry.
             task = self._group.create_task(self._keep(session), context=Context())
             task.add_done_callback(lambda _: self._ended(session))

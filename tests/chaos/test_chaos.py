@@ -21,8 +21,11 @@ import httpx
 import pytest
 
 from kvferry.common.fail_points import POINTS
+from kvferry.common.hashing import block_names, root_name
+from kvferry.services.index.redis import RedisIndex
+from tests.chaos.redis_troubles import Answers, trouble
 from tests.e2e.cluster import Cluster, Gateway, Node, cluster
-from tests.e2e.reference import wait_known
+from tests.e2e.reference import RETURNED_S, wait_known
 
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", "1"))
 NUM_REQUESTS, AT_ONCE = 60, 5
@@ -38,8 +41,10 @@ RULES = (
     "transfer.lease.release=drop:0.05,transfer.lease.release=duplicate:0.1,transfer.lease.released=drop:0.05,"
     "rpc.prefill.start=drop:0.03,rpc.prefill.start=duplicate:0.05,"
     "rpc.prefill.reply=drop:0.02,rpc.prefill.reply=duplicate:0.03,rpc.prefill.reply=delay:0.1:50,"
-    "rpc.decode.outputs=delay:0.05:20,index.publish=drop:0.2,index.publish=delay:0.2:50,"
-    "index.lookup=drop:0.2,index.lookup=delay:0.2:30"
+    "rpc.prefill.reply=corrupt:0.02,rpc.decode.outputs=delay:0.05:20,"
+    "rpc.session.submit=delay:0.1:50,rpc.session.cancel=drop:0.3,rpc.session.cancel=duplicate:0.3,"
+    "index.publish=drop:0.2,index.publish=delay:0.2:50,index.publish=duplicate:0.2,"
+    "index.lookup=drop:0.2,index.lookup=delay:0.2:30,index.lookup=corrupt:0.3"
 )
 
 
@@ -86,7 +91,9 @@ def requests(seed: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def ask_all(url: str, bodies: Sequence[dict[str, Any]], leave_after_s: dict[int, float]) -> list[Any]:
+async def ask_all(
+    url: str, bodies: Sequence[dict[str, Any]], leave_after_s: dict[int, float], answers: Answers | None = None
+) -> list[Any]:
     """(text, logprobs) of each, None of one that the client abandoned, the status of one that failed."""
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -97,6 +104,8 @@ async def ask_all(url: str, bodies: Sequence[dict[str, Any]], leave_after_s: dic
                     reply = await client.post(f"{url}/v1/completions", json=body)
             except TimeoutError:
                 return None
+        if answers is not None:
+            await answers.add()
         if reply.status_code != httpx.codes.OK:
             return reply.status_code, reply.text
         (choice,) = reply.json()["choices"]
@@ -118,7 +127,8 @@ class Chaos:
         for node in self.members:
             nodes.wait_node(node)
         gateway_rules = (
-            ",".join(rule for rule in rules.split(",") if rule.startswith("index")) or "index.lookup=delay@1:1"
+            ",".join(rule for rule in rules.split(",") if rule.startswith(("index", "rpc.session")))
+            or "index.lookup=delay@1:1"
         )
         self.gateway: Gateway = nodes.start_gateway("--fail-points", gateway_rules, "--fail-points-seed", str(SEED))
         for node in self.members:
@@ -136,8 +146,11 @@ class Chaos:
         got = await ask_all(self.gateway.url, bodies, leave)
         guard.cancel()
         await asyncio.gather(guard, return_exceptions=True)
+        self.judge(got, want)
         self.summary.seconds = time.monotonic() - started
-        self.summary.num_requests = len(bodies)
+
+    def judge(self, got: list[Any], want: list[Any]) -> None:
+        self.summary.num_requests = len(got)
         for answer, right in zip(got, want, strict=True):
             self.summary.num_abandoned += answer is None
             self.summary.num_errors += answer is not None and isinstance(answer[0], int)
@@ -246,3 +259,45 @@ def test_the_chaos_run_would_see_a_wrong_block(
     with chaos(tmp_path, tiny_model, "shm", "transfer.shm.copy=corrupt:1", {}) as run:
         asyncio.run(run.run(bodies, want))
         assert run.summary.num_wrong > 0
+
+
+def test_whatever_happens_to_redis_every_answer_is_right_and_everything_is_known_again(
+    tiny_model: Path, tmp_path: Path, bodies: list[dict[str, Any]], want: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It hangs, is emptied, is killed and slow, each while requests run."""
+
+    async def run(chaos_run: Chaos) -> list[str]:
+        answers, started = Answers(), time.monotonic()
+        troubles = asyncio.create_task(trouble(chaos_run.nodes, answers))
+        chaos_run.judge(await ask_all(chaos_run.gateway.url, bodies, {}, answers), want)
+        chaos_run.summary.seconds = time.monotonic() - started
+        await answers.end()
+        return await troubles
+
+    with chaos(tmp_path, tiny_model, "shm,grpc", "index.lookup=delay@1:1", {}) as made:
+        troubles = asyncio.run(run(made))
+        for node in made.members:
+            wait_known(made.gateway, node)
+        leaks = made.settle()
+        made.count_faults()
+        with capsys.disabled():
+            print(f"\nchaos of Redis, {', '.join(troubles)}: {made.summary}; leaks = {leaks}")
+        assert made.summary.num_wrong == made.summary.num_errors == leaks == 0
+        assert set(troubles) == {"hanging", "flushed", "killed", "slow"}
+        assert made.gateway.metric("kvferry:index_lookup_failures_total") > 0, "nobody has asked while it was away"
+        assert made.summary.num_received > 0, "nothing was handed over at all"
+        first = max((body["prompt"] for body in bodies[:AT_ONCE]), key=len)
+        asyncio.run(_wait_found_again(made, first))
+
+
+async def _wait_found_again(made: Chaos, prompt: Sequence[int]) -> None:
+    """Nobody asks for this prompt again: what was computed before Redis lost it, its nodes have told it anew."""
+    card = made.members[1].record().card
+    names = block_names(root_name(card.model_fingerprint, card.numerics_id), prompt, card.block_size)
+    index, deadline = RedisIndex(made.nodes.redis_url, timeout_s=10), time.monotonic() + RETURNED_S
+    try:
+        while max((found := (await index.match(names)).held).values(), default=0) < len(names):
+            assert time.monotonic() < deadline, f"of {len(names)} blocks Redis knows {found}"
+            await asyncio.sleep(0.1)
+    finally:
+        await index.aclose()
