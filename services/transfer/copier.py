@@ -43,6 +43,8 @@ class Copier:
             while not ended.done():  # a second cancel must not cut the wait short
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([ended])
+            if not ended.cancelled():
+                ended.exception()  # nobody is left to hear of it: not a warning
             raise
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -113,3 +114,29 @@ def test_an_error_of_the_job_reaches_the_awaiter() -> None:
             await worker.run(job)
 
     asyncio.run(body())
+
+
+def test_a_job_that_fails_after_its_awaiter_was_cancelled_is_no_warning() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    told: list[dict[str, object]] = []
+
+    def job(_: threading.Event) -> None:
+        begun.set()
+        go_on.wait(30)
+        raise RuntimeError("wrong bytes")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        worker = Copier("test")
+        task = asyncio.create_task(worker.run(job))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        worker.close()
+        gc.collect()
+
+    asyncio.run(run())
+    assert told == []

@@ -6,8 +6,9 @@ Prompts are handed over from the prefill node, and cached blocks are pulled from
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -22,10 +23,23 @@ from tests.engine.fake_runner import generate
 from tests.transfer import sim
 from tests.transfer.sim import BLOCK, SLOT_BYTES, SimNode, contents
 from tests.transfer.virtual import VirtualLoop
-from tests.transfer.wire import Wire, pick
+from tests.transfer.wire import Item, Wire, pick
 
 POOL = 14
 PREFIXES = [[p * 10 + i % 7 for i in range(32)] for p in range(2)]
+FAULTS = {
+    "cancel",
+    "cancel in mid-copy",
+    "clock jump",
+    "connection broken",
+    "decode crash",
+    "lost",
+    "overtaken",
+    "prefill crash",
+    "repeated",
+    "spoilt",
+}
+"""What a run of many examples must have met, each of them."""
 _ANY = st.integers(0, 1000)
 _RARE = st.sampled_from((3, 2, 1, 0))
 _Asked = tuple[int, int, int, bool]
@@ -35,6 +49,7 @@ _Then = tuple[int, bool, str, bool]
 _OFTEN = st.sampled_from((True, True, True, False))
 _THEN = st.tuples(st.integers(0, 5), _OFTEN, st.sampled_from(("run", "begin", "wait")), _OFTEN)
 _WELL = True, "run", True
+_PATIENCE = 6  # rounds
 
 
 @dataclass
@@ -82,6 +97,7 @@ class TwoSides(RuleBasedStateMachine):
         return self.decodes[0]
 
     def _count(self, fault: str) -> None:
+        assert fault in FAULTS
         self.faults[fault] = self.faults.get(fault, 0) + 1
 
     # ---- clients
@@ -108,9 +124,20 @@ class TwoSides(RuleBasedStateMachine):
         self.go_on(then)
 
     @rule(which=_ANY, then=_THEN)
+    def cancel_in_mid_copy(self, which: int, then: _Then) -> None:
+        self.go_on(then)
+        for _ in range(_PATIENCE):
+            if copying := [sent for sent in self.sent.values() if sent.is_open and sent.node.jobs.num_begun]:
+                return self._cancel(pick(copying, which))
+            self.go_on((1, True, "begin", True))
+
+    @rule(which=_ANY, then=_THEN)
     def cancel(self, which: int, then: _Then) -> None:
         self.go_on(then)
-        if sent := pick((s for s in self.sent.values() if s.is_open), which):
+        self._cancel(pick((s for s in self.sent.values() if s.is_open), which))
+
+    def _cancel(self, sent: Sent | None) -> None:
+        if sent is not None:
             node = sent.node
 
             def cancel() -> None:
@@ -154,29 +181,49 @@ class TwoSides(RuleBasedStateMachine):
 
     # ---- mischief
 
-    @rule(which=_ANY, how=st.sampled_from(("lost", "repeated", "overtaken", "spoilt")), then=_THEN)
+    @rule(which=_ANY, how=st.sampled_from(("lost", "repeated", "overtaken")), then=_THEN)
     def message_goes_astray(self, which: int, how: str, then: _Then) -> None:
         """What no stream of gRPC does, and fail points do."""
         self.go_on(then)
-        if found := pick(self.wire.lanes("Run", "Read", "Handshake"), which):
-            flying = found[1].in_flight
-            messages = [i for i, item in enumerate(flying) if item[0] == "message"]
-            is_data = found[0].path.endswith("Read") and found[1] is found[0].down
-            if len(messages) < 1 + (how == "overtaken") or (how == "spoilt" and not is_data):
-                return
+        if flying := self._in_flight(which, num_messages=1 + (how == "overtaken")):
             self._count(how)
+            messages = [i for i, item in enumerate(flying) if item[0] == "message"]
             first = messages[0]
             if how == "lost":
                 del flying[first]
             elif how == "repeated":
                 flying.insert(first, flying[first])
-            elif how == "spoilt":
-                run = pb.BlockData.FromString(flying[first][1])
-                spoilt_run = pb.BlockData(data=spoilt(run.data), checksums=run.checksums)
-                flying[first] = ("message", spoilt_run.SerializeToString())
             else:
                 other = messages[1]
                 flying[first], flying[other] = flying[other], flying[first]
+
+    @rule(which=_ANY, then=_THEN)
+    def bytes_are_spoilt(self, which: int, then: _Then) -> None:
+        self.go_on(then)
+        if flying := self._in_flight(which, "Read", num_messages=1):
+            first = next(i for i, item in enumerate(flying) if item[0] == "message")
+            run = pb.BlockData.FromString(flying[first][1])
+            if run.checksums:
+                self._count("spoilt")
+                spoilt_run = pb.BlockData(data=spoilt(run.data), checksums=run.checksums)
+                flying[first] = ("message", spoilt_run.SerializeToString())
+
+    def _in_flight(self, which: int, *paths: str, num_messages: int) -> deque[Item] | None:
+        """A lane with so many messages, of blocks' bytes if that is asked for; some rounds are waited for one."""
+        for _ in range(_PATIENCE):
+            lanes = self.wire.lanes(*(paths or ("Run", "Read", "Handshake")))
+            if found := pick(
+                (
+                    lane.in_flight
+                    for call, lane in lanes
+                    if sum(item[0] == "message" for item in lane.in_flight) >= num_messages
+                    and (not paths or lane is call.down)
+                ),
+                which,
+            ):
+                return cast("deque[Item]", found)
+            self.go_on((1, *_WELL))
+        return None
 
     @rule(which=_ANY, then=_THEN)
     def connection_breaks(self, which: int, then: _Then) -> None:
