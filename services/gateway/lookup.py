@@ -58,7 +58,7 @@ class PrefixLookup:
             return Matches({}, {})
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = [await self._index.match(names) for names in named if names]
+                found = await self._match_all([names for names in named if names])
         except (IndexUnavailable, TimeoutError) as exc:
             self._metrics.index_failures.inc()
             self._paused_until = self._clock() + INDEX_PAUSE_S
@@ -72,6 +72,16 @@ class PrefixLookup:
             {name: count for matches in found for name, count in matches.held.items()},
             {name: count for matches in found for name, count in matches.coming.items()},
         )
+
+    async def _match_all(self, named: Sequence[Sequence[bytes]]) -> list[Matches]:
+        """At once: while a fleet changes from one version to the next its nodes name blocks in two ways."""
+        if len(named) == 1:
+            return [await self._index.match(named[0])]
+        found = await asyncio.gather(*map(self._index.match, named), return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in found if not isinstance(result, BaseException)]
 
     def expect(self, plan: Plan, named: Named) -> None:
         """The prompt has been sent as planned. Nobody waits: what comes too fast to be told is not."""

@@ -18,6 +18,10 @@ from kvferry.services.index.scripts import EXPECT, EXPECTED, MATCH
 from kvferry.services.index.wire import Command
 
 NUM_TAGS = 16
+MAX_READ, MAX_READ_PER_TAG = 128, 32
+"""Blocks that a lookup reads, and those that it reads of each tag of a cluster. It needs some twenty unless many nodes
+hold different lengths of a prompt; then what they hold may be understated, by a 64th of it.
+"""
 
 
 class Keys:
@@ -32,6 +36,7 @@ class Keys:
         self.node_prefix = f"{{{namespace}}}:node:"
         self.past_prefix = f"{{{namespace}}}:past:"
         self._tags = _even_tags() if is_cluster else ("",)
+        self._max_read = MAX_READ_PER_TAG if is_cluster else MAX_READ
         self._namespace = namespace
         self._block_prefix = {tag: f"{namespace}:b:{_braced(tag)}".encode() for tag in self._tags}
 
@@ -45,7 +50,7 @@ class Keys:
 
     def match(self, tag: str, names: Sequence[bytes]) -> Command:
         prefix = self._block_prefix[tag]
-        return MATCH.call([prefix + names[0]], prefix, b"".join(names), len(names[0]))
+        return MATCH.call([prefix + names[0]], prefix, b"".join(names), len(names[0]), self._max_read)
 
     def expect(self, first: bytes, member: bytes, ttl_s: float) -> tuple[str, Command]:
         """Command and its tag."""

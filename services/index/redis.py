@@ -14,11 +14,13 @@ In a cluster all but those in braces carry one of 16 tags, `ns:b:{tag}<name>`, b
 A node instance gets a number that is never used again, so everything a dead or replaced instance stored is dead with
 its record, without touching a block. Its updates have turns, and one is applied only right after the one before: what
 comes late or twice changes nothing, and where one is missing the instance begins anew with another number: `writer.py`.
-A lookup is one round trip: by halving, in a script, the few blocks of the chain where the holders change.
+A lookup is one round trip: by halving, in a script, the few blocks of the chain where the holders change. Who is alive
+comes along where it has changed, and is asked again twice a second for those who fell silent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -40,7 +42,9 @@ from kvferry.services.index.writer import Writer
 log = logging.getLogger("kvferry.index")
 
 MAX_PRUNED = 256
-"""Blocks that one lookup frees of dead holders."""
+"""Blocks that one lookup has freed of dead holders, behind it."""
+MAX_PRUNED_HOLDERS = 2048
+"""Of the blocks in one call: bounds how long it holds Redis up (about 1 ms)."""
 MAX_AGE_S = 0.5
 PATIENCE_SHARE = 0.05
 """Of the timeout, for each master of a cluster in a lookup: the others' answers are as good as all."""
@@ -59,6 +63,8 @@ class RedisIndex:
         self._instances: dict[int, str] = {}  # live ones, by number, when asked for at `_counter`
         self._counter = b""
         self._asked_at = float("-inf")
+        self.clearing: asyncio.Task[None] | None = None
+        """Dead holders are being taken out, behind a lookup."""
 
     async def announce(self, record: NodeRecord, ttl_s: float) -> bool:
         writer = self._writers.get(record.instance_id)
@@ -127,52 +133,65 @@ class RedisIndex:
         keys = self._keys
         places = keys.by_tag(names)
         reads = [(tag, keys.match(tag, [names[i] for i in found])) for tag, found in places.items()]
-        counter: tuple[str, Command] = (keys.node_tag, ("GET", keys.number))
+        is_due = time.monotonic() - self._asked_at > MAX_AGE_S
+        if is_due:
+            self._asked_at = time.monotonic()  # of many callers one asks: for many nodes it takes a while
+        live = (keys.node_tag, self._live("instance", *(() if is_due else (self._counter,))))
         changed, prompts, *replies = await self._ask_each(
-            counter, keys.expected(names[0]), *reads, patience_s=self._patience_s
+            live, keys.expected(names[0]), *reads, patience_s=self._patience_s
         )
         if all(isinstance(reply, Exception) for reply in replies):
             _raised(replies[0])
-        await self._update_instances(changed)
+        self._update_instances(changed, is_due)
         holders = sorted(
             (found[i], value)
             for found, reply in zip(places.values(), replies, strict=True)
             if not isinstance(reply, Exception)
             for i, value in zip(reply[::2], reply[1::2], strict=True)
         )
-        if crowded := runs.crowded(holders, self._instances.keys())[:MAX_PRUNED]:
-            await self._prune([names[i] for i in crowded])
+        if self.clearing is None and (crowded := runs.crowded(holders, set(self._instances))[:MAX_PRUNED]):
+            num_holders = max(len(value) for _, value in holders) // runs.HOLDER_BYTES
+            chosen = [names[i] for i in crowded]
+            self.clearing = asyncio.create_task(self._prune(chosen, num_holders))  # nobody waits for it
         held = {self._instances[number]: run for number, run in runs.leading(holders, self._instances).items()}
         if isinstance(prompts, Exception) or not prompts:
             return Matches(held, {})
         return Matches(held, expected.coming(prompts, names, set(self._instances.values())))
 
-    async def _update_instances(self, counter: bytes | IndexUnavailable | None) -> None:
-        """Who is alive is asked again when somebody came or left, by the counter, and else twice a second for those who
-        fell silent: for many nodes that takes longer than the lookup.
-        """
-        now = time.monotonic()
-        if isinstance(counter, IndexUnavailable):
+    def _update_instances(self, changed: list[Any] | IndexUnavailable, is_due: bool) -> None:
+        if isinstance(changed, IndexUnavailable):
             if not self._instances:
-                raise counter
-        elif (counter or b"") != self._counter or now - self._asked_at > MAX_AGE_S:
-            self._counter, *live = await self._ask_nodes(self._live("instance"))
+                raise changed
+        elif is_due or changed[0] != self._counter:
+            self._counter, *live = changed
             self._instances = {n: i.decode() for n, i in zip(live[::2], live[1::2], strict=True)}
-            self._asked_at = now
 
-    def _live(self, field: str) -> Command:
-        return LIVE.call((self._keys.nodes, self._keys.number), self._keys.node_prefix, field)
+    def _live(self, field: str, *known: bytes) -> Command:
+        return LIVE.call((self._keys.nodes, self._keys.number), self._keys.node_prefix, field, *known)
 
-    async def _prune(self, names: Sequence[bytes]) -> None:
-        """Takes dead holders out of these blocks: those who are renewed again and again would gather them."""
+    async def _prune(self, names: Sequence[bytes], num_holders: int) -> None:
+        """Takes dead holders out of these blocks: those who are renewed again and again would gather them.
+        `num_holders`: of one block, at most.
+        """
+        size = max(1, MAX_PRUNED_HOLDERS // num_holders)
+        try:
+            for start in range(0, len(names), size):
+                batch = names[start : start + size]
+                places = self._keys.by_tag(batch)
+                await self._ask_each(*((tag, self._pruned(tag, batch, found)) for tag, found in places.items()))
+        except IndexUnavailable as exc:
+            log.debug("dead holders stay until another lookup meets them: %s", exc)
+        finally:
+            self.clearing = None
+
+    def _pruned(self, tag: str, names: Sequence[bytes], chosen: Iterable[int]) -> Command:
         live = self._instances.keys()
-        calls = [
-            (tag, PRUNE.call(self._keys.blocks(tag, (names[i] for i in found)), max(live, default=0), *live))
-            for tag, found in self._keys.by_tag(names).items()
-        ]
-        await self._ask_each(*calls)
+        return PRUNE.call(self._keys.blocks(tag, (names[i] for i in chosen)), max(live, default=0), *live)
 
     async def aclose(self) -> None:
+        if self.clearing is not None:
+            self.clearing.cancel()
+            await asyncio.gather(self.clearing, return_exceptions=True)
         await self._wire.aclose()
 
     async def _ask_nodes(self, command: Command) -> Any:

@@ -7,8 +7,9 @@ free for host memory and beyond). Holders are in ascending order.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+HOLDER_BYTES = 4
 TIER_BITS = 2
 MAX_DEAD = 8
 """Dead holders that a block may carry along."""
@@ -39,14 +40,15 @@ def leading(holders: Sequence[tuple[int, bytes]], live: Iterable[int]) -> dict[i
     return runs | dict.fromkeys(running, known) if known else runs
 
 
-def crowded(holders: Iterable[tuple[int, bytes]], live: Collection[int]) -> list[int]:
+def crowded(holders: Iterable[tuple[int, bytes]], live: set[int]) -> list[int]:
     """Positions of blocks with many holders that are not alive."""
-    return [
-        position
-        for position, value in holders
-        if len(value) > 4 * MAX_DEAD and sum(number not in live for number in _numbers(value)) > MAX_DEAD
-    ]
+
+    def num_dead(value: bytes) -> int:
+        count = len(value) // HOLDER_BYTES
+        return count - len(live.intersection(_numbers(value))) if count > MAX_DEAD else 0
+
+    return [position for position, value in holders if num_dead(value) > MAX_DEAD]
 
 
 def _numbers(value: bytes) -> list[int]:
-    return [word >> TIER_BITS for word in struct.unpack(f">{len(value) // 4}I", value)]
+    return [word >> TIER_BITS for word in struct.unpack(f">{len(value) // HOLDER_BYTES}I", value)]

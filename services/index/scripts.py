@@ -40,9 +40,11 @@ redis.call('SADD', KEYS[1], ARGV[1])
 return {tonumber(number), fresh}
 """)
 
-# KEYS nodes, number; ARGV prefix of node keys, field. -> {the counter, number, field, number, field, ...} of who lives.
+# KEYS nodes, number; ARGV prefix of node keys, field, the counter if it is known.
+# -> {the counter, number, field, number, field, ...} of who lives; the counter alone where it is the known one.
 LIVE = Script("""
 local found = {redis.call('GET', KEYS[2]) or ''}
+if ARGV[3] == found[1] then return found end
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local node = redis.call('HMGET', ARGV[1] .. id, 'number', ARGV[2])
   if node[1] then
@@ -119,12 +121,12 @@ return at + 1
 """
 )
 
-# KEYS the first block of a chain; ARGV prefix of block keys, all names in one, bytes per name.
+# KEYS the first block of a chain; ARGV prefix of block keys, all names in one, bytes per name, how many to read.
 # -> {position, holders, position, holders, ...}: whoever holds a block holds those before it, so that where two blocks
-# have the same holders those between them have no others, and the rest is found by halving.
+# have the same holders those between them have no others, and the rest is found by halving, the widest gaps first.
 MATCH = Script("""
-local prefix, names, width = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local found, stack = {}, {}
+local prefix, names, width, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local found, queue, at = {}, {}, 1
 local function holders(i)
   local value = redis.call('GET', prefix .. string.sub(names, i * width + 1, (i + 1) * width)) or ''
   found[#found + 1] = i
@@ -134,14 +136,15 @@ end
 local last = #names / width - 1
 local first = holders(0)
 if last == 0 or first == '' then return found end
-stack[1] = {0, first, last, holders(last)}
-while #stack > 0 do
-  local low, at_low, high, at_high = unpack(table.remove(stack))
+queue[1] = {0, first, last, holders(last)}
+while queue[at] and #found < 2 * most do
+  local low, at_low, high, at_high = unpack(queue[at])
+  at = at + 1
   if at_low ~= at_high and high - low > 1 then
     local middle = math.floor((low + high) / 2)
     local value = holders(middle)
-    if value ~= '' then stack[#stack + 1] = {middle, value, high, at_high} end
-    stack[#stack + 1] = {low, at_low, middle, value}
+    queue[#queue + 1] = {low, at_low, middle, value}
+    if value ~= '' then queue[#queue + 1] = {middle, value, high, at_high} end
   end
 end
 return found

@@ -162,6 +162,7 @@ def test_blocks_that_many_have_held_are_freed_of_the_dead(redis_server):
             (key,) = redis_server.admin.scan_iter(f"{namespace}:b:*")
             assert len(redis_server.admin.get(key)) == 4 * 13
             assert (await index.match(NAMES[:1])).held == {"a11": 1, "b": 1}
+            await index.clearing  # behind the lookup
             assert len(redis_server.admin.get(key)) == 4 * 2
             assert (await index.match(NAMES[:1])).held == {"a11": 1, "b": 1}
         finally:
