@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.common.nodes import NodeState
@@ -24,6 +26,14 @@ def healthy(node: Node, service: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=service)
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def listens(node: Node) -> bool:
+    try:
+        healthy(node, LIVENESS)
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
@@ -43,12 +53,19 @@ def test_a_stalled_node_leaves_and_returns(tiny_model: Path, tmp_path: Path) -> 
             wait_until(lambda want=well: healthy(node, LIVENESS) is want, f"alive={well}")  # type: ignore[misc]
 
 
-def test_a_node_that_loads_is_alive_and_not_serving(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_node_that_loads_or_has_no_redis_is_alive_and_not_serving(tiny_model: Path, tmp_path: Path) -> None:
     with cluster(tmp_path, str(tiny_model)) as nodes:
-        nodes.processes.pop().stop()  # Redis: the node cannot register, so it never becomes ready
-        node = nodes.start_node("both")
-        assert healthy(node, LIVENESS)
-        assert not healthy(node, "")
+        nodes.processes.pop().stop()  # Redis: the second node cannot register, so it never becomes ready
+        loads = nodes.start_node("both", "--fail-points", "node.load=delay@1:3600000", wait=False)
+        alone = nodes.start_node("both", wait=False)
+        wait_until(lambda: listens(loads), "listening")
+        nodes.wait_node(alone)
+        for node in (loads, alone):
+            assert healthy(node, LIVENESS)
+            assert not healthy(node, "")
+        with pytest.raises(grpc.RpcError, match="loading"):
+            loads.record()
+        loads.stop(signal.SIGKILL)
 
 
 def test_what_runs_on_a_stalled_node_goes_on_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
