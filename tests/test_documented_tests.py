@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = [path for path in sorted((ROOT / "docs").glob("*.md")) if "`tests/" in path.read_text()]
-_NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+_NAMED = re.compile(r"`((?:tests|services)/[\w/]+\.py)::(\w+)`")
 TABLES = ("failures.md", "reports.md")
 
 

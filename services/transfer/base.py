@@ -92,7 +92,7 @@ class PullResult:
 
 
 class Transport(Protocol):
-    """One way to copy blocks of a peer into this node's own pool. `tests/transfer/conformance.py` checks any.
+    """One way to copy blocks of a peer into this node's own pool. `conformance/suite.py` checks any.
 
     Safe to use concurrently from one event loop. Failures are `TransferFailed`, `LeaseExpired` or `Unavailable`;
     any other exception counts as a failure of the transport, too.

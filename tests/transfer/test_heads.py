@@ -1,4 +1,4 @@
-"""Nodes of different tensor-parallel degrees: who may read from whom. That the right bytes cross: conformance.py."""
+"""Nodes of different tensor-parallel degrees: who may read from whom. That the right bytes cross: suite.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from kvferry.common.errors import LayoutMismatch, TransferFailed
 from kvferry.common.nodes import LayoutCard
 from kvferry.services.transfer.base import PullResult
+from kvferry.services.transfer.conformance.owners import CARD, content, fill, serve
 from kvferry.services.transfer.heads import part_of, stripe_of
 from kvferry.services.transfer.segment import PoolSegment
-from tests.transfer.conformance import CARD, content, fill, serve
 from tests.transfer.test_puller import BLOCK_BYTES, NUM_BLOCKS, private_pool, puller
 
 EIGHT_HEADS = replace(CARD, num_kv_heads=8)

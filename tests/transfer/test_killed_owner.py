@@ -19,12 +19,12 @@ import pytest
 from kvferry.common.errors import KvferryError
 from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer.base import Transport
+from kvferry.services.transfer.conformance.owners import CARD, HAS_UCX, POISON, content
 from kvferry.services.transfer.grpc import GrpcTransport
 from kvferry.services.transfer.puller import Puller
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.shm import ShmTransport
 from kvferry.services.transfer.ucx import UcxTransport
-from tests.transfer.conformance import CARD, HAS_UCX, POISON, content
 
 NUM_DEATHS = 50
 BOUND_S = 10.0

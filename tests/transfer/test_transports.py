@@ -14,21 +14,21 @@ from kvferry.common.fail_points import FailPoints
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.transfer import copier, server
 from kvferry.services.transfer.base import Transport
-from kvferry.services.transfer.grpc import GrpcTransport
-from kvferry.services.transfer.lease import LeaseTable
-from kvferry.services.transfer.segment import PoolSegment
-from kvferry.services.transfer.shm import ShmTransport
-from kvferry.services.transfer.ucx import UcxTransport
-from tests.transfer.conformance import (
+from kvferry.services.transfer.conformance.owners import (
     HAS_UCX,
     TIMEOUT_S,
-    TransportConformance,
     content,
     expiring_leases,
     peer_of,
     serve,
     shared_pool,
 )
+from kvferry.services.transfer.conformance.suite import TransportConformance
+from kvferry.services.transfer.grpc import GrpcTransport
+from kvferry.services.transfer.lease import LeaseTable
+from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.shm import ShmTransport
+from kvferry.services.transfer.ucx import UcxTransport
 
 
 class TestShm(TransportConformance):

@@ -18,6 +18,17 @@ from kvferry.common.errors import BlockCorrupt, ConfigError, LeaseExpired, Trans
 from kvferry.common.fail_points import FailPoints
 from kvferry.services.transfer import ucx_owner, ucx_wire
 from kvferry.services.transfer.base import Peer
+from kvferry.services.transfer.conformance.owners import (
+    CARD,
+    POISON,
+    TIMEOUT_S,
+    Owner,
+    content,
+    expiring_leases,
+    fill,
+    peer_of,
+    serve,
+)
 from kvferry.services.transfer.copier import Blocks
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.puller import Puller
@@ -27,7 +38,6 @@ from kvferry.services.transfer.ucx import UcxTransport
 from kvferry.services.transfer.ucx_owner import UcxOwner
 from kvferry.services.transfer.ucx_thread import UcxThread
 from kvferry.services.transfer.ucx_wire import ReadRequest
-from tests.transfer.conformance import CARD, POISON, TIMEOUT_S, Owner, content, expiring_leases, fill, peer_of, serve
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.common.errors import BlockCorrupt, LeaseExpired, TransferFailed
+from kvferry.services.transfer.conformance.owners import content, fill
 from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.ucx_wire import (
     ReadRequest,
@@ -19,7 +20,6 @@ from kvferry.services.transfer.ucx_wire import (
     write_error,
     write_run,
 )
-from tests.transfer.conformance import content, fill
 
 
 @pytest.mark.parametrize("block_ids", [(), (7,), tuple(range(5000))])

@@ -1,183 +1,63 @@
-"""What any Transport must do. Subclass `TransportConformance` as `Test...`, say how to make one, run pytest.
+"""What any Transport must do, whoever wrote it: subclass `TransportConformance` as `Test...` and run pytest, which this
+module needs and kvferry does not.
 
-Owners are real gRPC servers on loopback; those that get killed or stopped are processes of their own (owner.py).
+    from kvferry.services.transfer.conformance.suite import TransportConformance
+
+    class TestMine(TransportConformance):
+        def make(self, segment): return Mine(segment)
+
+Where the owner's side has a part of its own, `serve` and `program` say how an owner is made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import secrets
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvferry.common.errors import KvferryError, LeaseExpired
-from kvferry.common.fail_points import FailPoints
 from kvferry.common.nodes import LayoutCard
-from kvferry.proto import kvferry_pb2_grpc as pb_grpc
-from kvferry.services.rpc.aio import Server
 from kvferry.services.transfer.base import Peer, Transport
+from kvferry.services.transfer.conformance import owners
+from kvferry.services.transfer.conformance.owners import (
+    BOUND_S,
+    CARD,
+    OWNER,
+    POISON,
+    Owner,
+    content,
+    owner_process,
+    peer_of,
+    shared_pool,
+)
 from kvferry.services.transfer.copier import Blocks
 from kvferry.services.transfer.lease import LeaseTable
-from kvferry.services.transfer.puller import Puller
 from kvferry.services.transfer.segment import PoolSegment
-from kvferry.services.transfer.server import BlocksServicer
-
-SHM_DIR = "/dev/shm"
-HAS_UCX = find_spec("ucxx") is not None
-TIMEOUT_S = 1.0
-BOUND_S = TIMEOUT_S + 3.0
-"""Within this a pull from a dead or silent owner must have ended."""
-POISON = 0xEE
-CARD = LayoutCard("fingerprint", "numerics", "float32", 16, 2, 1, 8, "0")
-
-
-def content(block_ids: Sequence[int], block_bytes: int) -> Blocks:
-    """What `fill` writes into these blocks: different in every block and at every place."""
-    at = np.arange(block_bytes)
-    along = (at * 31 + at // 251).astype(np.uint8)
-    ids = np.asarray(block_ids, dtype=np.int64)
-    blocks = np.add.outer((ids * 37).astype(np.uint8), along)  # wraps: equal only for ids 256 apart
-    blocks[:, ::7] ^= (ids // 256 + 1).astype(np.uint8)[:, None]
-    return blocks
-
-
-def fill(segment: PoolSegment) -> None:
-    segment.buffer[:] = content(range(segment.num_blocks), segment.block_bytes)
-
-
-@dataclass
-class Owner:
-    instance_id: str
-    segment: PoolSegment
-    leases: LeaseTable
-    address: str = ""
-    servicer: BlocksServicer | None = None
-
-    def lease(self, block_ids: Sequence[int]) -> str:
-        lease_id = self.leases.open("test").lease_id
-        self.leases.extend(lease_id, block_ids)
-        return lease_id
-
-
-@contextlib.asynccontextmanager
-async def serve(
-    segment: PoolSegment,
-    *,
-    card: LayoutCard = CARD,
-    instance_id: str = "",
-    transports: Sequence[str] = ("shm", "grpc"),
-    leases: LeaseTable | None = None,
-    port: int = 0,
-    fail_points: FailPoints | None = None,
-) -> AsyncIterator[Owner]:
-    """An owner of `segment` on loopback. The segment stays the caller's."""
-    owner = Owner(instance_id or secrets.token_hex(8), segment, leases or LeaseTable(_nothing, _nothing, lease_s=60.0))
-    owner.servicer = servicer = BlocksServicer(owner.instance_id, fail_points)
-    servicer.serve(card, segment, owner.leases, transports)
-    server = Server(lambda raw: pb_grpc.add_BlocksServicer_to_server(servicer, raw), ())
-    port = await server.start("127.0.0.1", port)
-    owner.address = f"127.0.0.1:{port}"
-    try:
-        yield owner
-    finally:
-        await server.stop(0)
-        servicer.close()
-
-
-@contextlib.contextmanager
-def shared_pool(num_blocks: int, block_bytes: int, instance_id: str = "") -> Iterator[tuple[str, PoolSegment]]:
-    """Instance id and its filled pool in shared memory."""
-    instance_id = instance_id or secrets.token_hex(8)
-    segment = PoolSegment.create(SHM_DIR, instance_id, num_blocks, block_bytes)
-    try:
-        fill(segment)
-        yield instance_id, segment
-    finally:
-        segment.close()
-
-
-@dataclass
-class OwnerProcess:
-    process: subprocess.Popen[str]
-    pid: int
-    address: str
-    instance_id: str
-    lease_id: str
-    path: str
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-
-@contextlib.contextmanager
-def owner_process(
-    num_blocks: int,
-    block_bytes: int,
-    *,
-    slow_s: float = 0.0,
-    instance_id: str = "",
-    port: int = 0,
-    offers: Sequence[str] = ("shm", "grpc"),
-) -> Iterator[OwnerProcess]:
-    """An owner to be killed, with a lease on all its blocks. `slow_s` delays each run that it sends."""
-    args = [num_blocks, block_bytes, slow_s, instance_id or secrets.token_hex(8), port, ",".join(offers)]
-    command = [sys.executable, "-m", "tests.transfer.owner", *map(str, args)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-        assert process.stdout
-        said = json.loads(process.stdout.readline())
-        try:
-            yield OwnerProcess(process, **said)
-        finally:
-            process.kill()
-            process.wait()
-            Path(said["path"]).unlink(missing_ok=True)
-
-
-@contextlib.asynccontextmanager
-async def peer_of(address: str, instance_id: str, own: PoolSegment, card: LayoutCard = CARD) -> AsyncIterator[Peer]:
-    puller = Puller(card, "reader", own, ("grpc",), timeout_s=TIMEOUT_S)
-    try:
-        yield await puller.connect(address, instance_id, some_heads=True)
-    finally:
-        await puller.aclose()
-
-
-def expiring_leases(num_checks: int) -> LeaseTable:
-    """Leases that end after they were looked at `num_checks` times."""
-
-    class ExpiringLeases(LeaseTable):
-        left = num_checks
-
-        def check(self, lease_id: str, block_ids: Iterable[int]) -> None:
-            if not self.left:
-                self.release(lease_id)
-            self.left -= 1
-            super().check(lease_id, block_ids)
-
-    return ExpiringLeases(lambda _: None, lambda _: None, lease_s=60.0)
 
 
 class TransportConformance:
-    """`make` returns the transport under test, which writes to `segment` and waits at most TIMEOUT_S for a peer."""
+    """`make` returns the transport under test, which writes to `segment` and waits for a peer at most `TIMEOUT_S`."""
 
     offers: tuple[str, ...] = ("shm", "grpc")
     """What the owners offer, of the transports of this package."""
+    program: Sequence[str] = OWNER
+    """Command of an owner that is killed or frozen. It gets the arguments and says what `__main__.py` does."""
 
     def make(self, segment: PoolSegment) -> Transport:
         raise NotImplementedError
+
+    def serve(
+        self, segment: PoolSegment, *, instance_id: str, card: LayoutCard = CARD, leases: LeaseTable | None = None
+    ) -> AbstractAsyncContextManager[Owner]:
+        """An owner of `segment` in this process; `segment` stays the caller's. Its address answers `Blocks`."""
+        return owners.serve(segment, instance_id=instance_id, card=card, leases=leases, transports=self.offers)
 
     @contextlib.asynccontextmanager
     async def transport_to(
@@ -210,7 +90,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(600, block_bytes) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     await transport.pull(peer, owner.lease(src.tolist()), src.tolist(), dst.tolist())
@@ -226,7 +106,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(2, own.block_bytes) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     await transport.pull(peer, owner.lease([0, 1]), [1, 0], [0, 1])
@@ -240,7 +120,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(64, 46080) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                     asyncio.TaskGroup() as group,
                 ):
@@ -258,10 +138,10 @@ class TransportConformance:
         own = PoolSegment.anonymous(8, 64)
 
         async def body() -> None:
-            leases = LeaseTable(_nothing, _nothing, lease_s=8.0, clock=lambda: now[0])
+            leases = LeaseTable(lambda _: None, lambda _: None, lease_s=8.0, clock=lambda: now[0])
             with shared_pool(8, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, leases=leases, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id, leases=leases) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     lease_id = owner.lease([1, 2])
@@ -278,7 +158,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(8, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     with pytest.raises(KvferryError):
@@ -293,7 +173,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(96, 2**20) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     num_cancelled = 0
@@ -319,7 +199,7 @@ class TransportConformance:
         own = PoolSegment.anonymous(64, 2**20)
 
         async def body() -> float:
-            with owner_process(64, 2**20, slow_s=0.05, offers=self.offers) as owner:
+            with owner_process(64, 2**20, slow_s=0.05, offers=self.offers, program=self.program) as owner:
                 async with self.transport_to(owner.address, owner.instance_id, own) as (transport, peer):
                     pull = asyncio.create_task(transport.pull(peer, owner.lease_id, ids, ids))
                     await asyncio.sleep(0.2)
@@ -372,9 +252,7 @@ class TransportConformance:
         """An owner with this rank's heads of `whole`, [num_blocks, num_planes, num_kv_heads, head_bytes]."""
         instance_id, segment = stack.enter_context(shared_pool(len(whole), card.block_bytes))
         segment.buffer[:] = whole[:, :, card.kv_heads.start : card.kv_heads.stop].reshape(len(whole), -1)
-        return await stack.enter_async_context(
-            serve(segment, card=card, instance_id=instance_id, transports=self.offers)
-        )
+        return await stack.enter_async_context(self.serve(segment, card=card, instance_id=instance_id))
 
     def test_a_dropped_peer_can_be_pulled_from_again(self) -> None:
         own = PoolSegment.anonymous(4, 64)
@@ -382,7 +260,7 @@ class TransportConformance:
         async def body() -> None:
             with shared_pool(4, 64) as (instance_id, segment):
                 async with (
-                    serve(segment, instance_id=instance_id, transports=self.offers) as owner,
+                    self.serve(segment, instance_id=instance_id) as owner,
                     self.transport_to(owner.address, instance_id, own) as (transport, peer),
                 ):
                     transport.drop(instance_id)
@@ -391,14 +269,3 @@ class TransportConformance:
 
         asyncio.run(body())
         np.testing.assert_array_equal(own.buffer[:1], content([3], 64))
-
-
-def _nothing(block_ids: Sequence[int]) -> None:
-    del block_ids
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
