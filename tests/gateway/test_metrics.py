@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import get_args
 
 import pytest
@@ -43,6 +44,41 @@ def test_the_times_and_tokens_of_a_request_add_up() -> None:
         assert (setup.metric("request_params_n_sum"), setup.metric("request_params_max_tokens_sum")) == (2, 5)
 
     run(gateway(FakeDecode(Behaviour(step_s=0.01, times=TIMES))), scenario)
+
+
+def test_mean_times_are_those_that_clients_measure_and_none_is_beyond_the_last_bucket() -> None:
+    """The client's clock starts before the gateway's and ends after it; nearly all of the time is the node's."""
+    step_s, num_requests, num_tokens = 0.25, 4, 3
+    measured: dict[str, list[float]] = {"time_to_first_token": [], "inter_token_latency": [], "e2e_request_latency": []}
+
+    async def one(setup: Setup) -> None:
+        began_s = time.perf_counter()
+        body = {"model": "tiny", "prompt": IDS, "max_tokens": num_tokens, "stream": True}
+        times = []
+        async with setup.client.stream("POST", "/v1/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if line:
+                    times.append(time.perf_counter() - began_s)
+        *tokens_s, ended_s = times
+        assert len(tokens_s) == num_tokens, "not one event per token"
+        measured["time_to_first_token"].append(tokens_s[0])
+        measured["inter_token_latency"].append((tokens_s[-1] - tokens_s[0]) / (num_tokens - 1))
+        measured["e2e_request_latency"].append(ended_s)
+
+    async def scenario(setup: Setup) -> None:
+        await asyncio.gather(*(one(setup) for _ in range(num_requests)))
+        for name, seconds in measured.items():
+            count = setup.metric(f"{name}_seconds_count")
+            mean_s, own_s = setup.metric(f"{name}_seconds_sum") / count, sum(seconds) / num_requests
+            assert count == num_requests * (num_tokens - 1 if name == "inter_token_latency" else 1)
+            assert mean_s == pytest.approx(own_s, rel=0.2), name
+        for family in setup.gateway.metrics.registry.collect():
+            if family.type == "histogram":
+                counts = {float(s.labels["le"]): s.value for s in family.samples if s.name.endswith("_bucket")}
+                *_, last, infinite = (counts[bound] for bound in sorted(counts))
+                assert last == infinite, f"{family.name}: some are beyond the last bucket"
+
+    run(gateway(FakeDecode(Behaviour(step_s=step_s)), over_port=True), scenario)
 
 
 def test_prompt_tokens_by_source_sum_to_the_prompt() -> None:
