@@ -86,19 +86,12 @@ def test_a_kill_ends_the_process_at_once() -> None:
     assert done.stdout.split() == ["0", "1"]
 
 
-def test_a_point_that_is_off_costs_less_than_a_microsecond() -> None:
-    points, num = FailPoints(), 20_000
-    best = min(_timed(points, num) for _ in range(5))
-    assert best / num < 1e-6
+def test_points_that_are_off_neither_lock_nor_count() -> None:
+    points = FailPoints()
+    points._lock = None  # type: ignore[assignment]  # whoever takes it fails
+    assert points.hit("transfer.grpc.chunk") is None
     assert not points.are_on
     assert not points.hits
-
-
-def _timed(points: FailPoints, num: int) -> float:
-    started = time.perf_counter()
-    for _ in range(num):
-        points.hit("transfer.grpc.chunk")
-    return time.perf_counter() - started
 
 
 def test_every_point_has_an_action_and_is_wired_somewhere() -> None:
