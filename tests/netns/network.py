@@ -7,7 +7,8 @@
 
 `silence` takes a host's port out of the switch: its link stays up, and whatever is sent vanishes, as on a half-open
 network. `cut` takes the link down at the host, whose own sends then fail. `limit` is a token bucket on what the host
-sends. Needs root and iproute2; `missing` says what is not there.
+sends, and `lose` one behind which hardly anything may wait: what comes too fast is dropped. Needs root and iproute2;
+`missing` says what is not there.
 """
 
 from __future__ import annotations
@@ -72,6 +73,24 @@ class NetworkHost:
         """`rate` as tc writes it: 50mbit."""
         shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "link", "root", *shape)
+
+    def lose(self, rate: str) -> None:
+        """From now on packets are lost when more than a few come at once."""
+        shape = ("tbf", "rate", rate, "burst", "16kb", "limit", "24kb")
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "link", "root", *shape)
+
+    @property
+    def num_lost(self) -> int:
+        """Packets that `lose` has dropped."""
+        (queue,) = json.loads(_run("tc", "-n", self.namespace, "-s", "-j", "qdisc", "show", "dev", "link"))
+        return int(queue["drops"])
+
+    def reaches(self, address: str) -> bool:
+        """Whether there is a route."""
+        try:
+            return bool(_run("ip", "-n", self.namespace, "route", "get", address))
+        except OSError:
+            return False
 
     @property
     def sent_bytes(self) -> int:

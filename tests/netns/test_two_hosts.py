@@ -106,6 +106,9 @@ def hosts(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
 
 
 def test_a_prompt_crosses_between_hosts_and_gives_a_lone_nodes_bits(hosts: Hosts, lone: Lone) -> None:
+    """All there is started and serves without a way to the internet."""
+    assert hosts.a.reaches(hosts.b.address)
+    assert not any(host.reaches("192.0.2.1") for host in (hosts.a, hosts.b, hosts.r))
     prompt, sent = new_prompt(NUM_TOKENS), hosts.a.sent_bytes
     assert ask(hosts.gateway, prompt) == lone(prompt)
     assert hosts.num_received == NUM_BLOCKS
@@ -124,6 +127,17 @@ def test_two_that_share_memory_use_it_though_they_have_networks_of_their_own(
         assert ask(hosts.gateway, prompt) == lone(prompt)
         assert hosts.num_received == NUM_BLOCKS
         assert hosts.a.sent_bytes - sent < BLOCK_BYTES
+
+
+def test_over_a_link_that_loses_packets_the_bits_are_the_same(hosts: Hosts, lone: Lone) -> None:
+    prompt = new_prompt(NUM_TOKENS)
+    want = lone(prompt)
+    hosts.a.lose("400mbit")
+    assert ask(hosts.gateway, prompt) == want
+    assert hosts.num_received == NUM_BLOCKS
+    assert hosts.num_fallbacks == 0
+    assert hosts.a.num_lost > 0, "nothing was lost"
+    wait_clean(hosts.prefill, hosts.decode)
 
 
 def test_over_a_slow_link_blocks_cross_while_later_ones_are_computed(hosts: Hosts, lone: Lone) -> None:
