@@ -47,6 +47,30 @@ def test_bits_of_a_narrow_model_depend_on_no_chunk_batch_or_thread(weight_format
     assert torch.equal(rows, expected[[89, 2, 40]])
 
 
+@pytest.mark.parametrize("weight_format", NARROW)
+def test_a_node_goes_on_bit_for_bit_from_blocks_that_another_one_computed(
+    weight_format: WeightFormat, tmp_path: Path
+) -> None:
+    """Each has loaded and rounded the model by itself. The full blocks cross, the rest is computed beside others."""
+    folder = write_tiny_model(tmp_path)
+    prefill, decode, lone = (
+        PagedModel(load_model(folder, torch.float32, weight_format=weight_format), seed=seed) for seed in range(3)
+    )
+    num_full = (len(TOKENS) - 1) // decode.block_size
+    filled, _ = prefill.prefill(TOKENS, 33)
+    whole, expected = lone.prefill(TOKENS, len(TOKENS))
+    seq = PagedSequence([*TOKENS], num_full * decode.block_size, [decode._free.pop() for _ in range(num_full)])
+    decode.kv_cache[seq.table] = prefill.kv_cache[filled.table[:num_full]]
+    others = [PagedSequence(TOKENS[start:]) for start in (20, 50)]
+    got, want = decode.step([(others[0], 7), (seq, len(TOKENS) - seq.num_computed), (others[1], 1)])[1], expected[-1]
+    for _ in range(24):
+        assert torch.equal(got, want)
+        for each in (seq, whole):
+            each.token_ids.append(int(want.argmax()))
+        (want,) = lone.step([(whole, 1)])
+        got = decode.step([(seq, 1), (others[0], 1)])[0]
+
+
 def test_each_format_has_block_names_of_its_own(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     prints = {model_fingerprint(folder, torch.float32, form) for form in get_args(WeightFormat)}

@@ -126,3 +126,28 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ops.rotary_and_write_kv(given.qkv, given.cos_sin, pool, LAYER, given.slots)
     with pytest.raises(ValueError, match=r"must be contiguous and of torch\.int64"):
         ops.rotary_and_write_kv(given.qkv, given.cos_sin, given.kv_cache, LAYER, given.slots.int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_beyond_2_to_the_31_elements_are_written_read_and_copied(dtype: torch.dtype) -> None:
+    """The pool is address space, of which four blocks become memory; a small one says what is right."""
+    shape = SHAPES[0]
+    given = case(shape, 20, dtype)
+    far = 2**31 // given.kv_cache[0].numel() + 1
+    results = []
+    for num_blocks, first in ((far + 4, far), (4, 0)):
+        try:
+            pool = torch.empty(num_blocks, *given.kv_cache.shape[1:], dtype=dtype)
+        except RuntimeError as exc:
+            pytest.skip(f"no address space for such a pool: {exc}")
+        query = ops.rotary_and_write_kv(
+            given.qkv.clone(), given.cos_sin, pool, LAYER, torch.arange(20) + first * shape.block_size
+        )
+        ops.copy_blocks(pool, [first, first + 1], [first + 2, first + 3])
+        for table in ([first, first + 1], [first + 2, first + 3]):
+            plan = ops.plan_attention(pool, torch.tensor([table]), (0, 20), (0,))
+            results.append(ops.paged_attention(query, pool, LAYER, plan, 0.3))
+    assert far * given.kv_cache[0].numel() > 2**31
+    assert results[0].isfinite().all()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])

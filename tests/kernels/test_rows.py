@@ -21,6 +21,18 @@ def _rows(num_planes: int, plane_bytes: int, gap: int, first: int) -> tuple[Rows
     return whole[:, :, :plane_bytes], memory
 
 
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_rows_beyond_2_to_the_31_bytes_are_read_and_written(past_cache: bool) -> None:
+    """The rows are address space, of which two become memory."""
+    row_bytes, far = 2**20 + 3, 2**11 + 1
+    large, small = np.empty((far + 1, row_bytes), np.uint8), np.empty((2, row_bytes), np.uint8)
+    small[:] = np.random.default_rng(0).integers(0, 256, small.shape, dtype=np.uint8)
+    copy_rows(small, [0], large, [far], past_cache=past_cache)
+    copy_rows(large, [far], small, [1], past_cache=past_cache)
+    assert far * row_bytes > 2**31
+    np.testing.assert_array_equal(small[1], small[0])
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     pairs=st.lists(
