@@ -14,8 +14,10 @@ import httpx
 import pytest
 
 from kvferry.common.requests import GenerateRequest, SamplingParams
+from tests.e2e import test_resume
 from tests.e2e.cluster import Cluster, DecodeClient, Gateway, Node, cluster
-from tests.e2e.reference import Lone, Reply, new_prompt, num_received, wait_clean
+from tests.e2e.reference import Lone, Reply, new_prompt, num_received, wait_clean, wait_known, wait_until
+from tests.e2e.streams import ask as streamed
 
 NUM_AT_ONCE = 24
 
@@ -97,6 +99,48 @@ def test_a_request_that_needs_most_of_the_pool_is_not_starved_by_small_ones_that
     assert got == want
     assert num_small > 0, "the small ones were kept out"
     wait_clean(split.prefill, split.decode)
+
+
+def test_streams_that_are_preempted_tell_what_they_tell_with_room_for_all(nodes: Cluster) -> None:
+    """Greedy, with penalties, echo, three choices, stop strings and bad words: in pools of 2,000 and of 40 blocks."""
+    stop = {"min_tokens": 20, "stop": ["e", "a", "qu"]}
+    bodies = [body | {"max_tokens": 60} for body in test_resume.bodies("") if "structured_outputs" not in body]
+    bodies = [body | (stop if "stop" in body else {"min_tokens": 20}) for body in bodies]
+    large = nodes.start_node("both", "--num-blocks-override", "2000")
+    gateway = nodes.start_gateway()
+    want = streamed(gateway.url, bodies)
+    assert large.metric("kvferry:num_preemptions_total") == 0
+    large.stop()
+    small = nodes.start_node("both", "--num-blocks-override", "40")
+    wait_known(gateway, small)
+    assert [choices for choices, _ in streamed(gateway.url, bodies)] == [choices for choices, _ in want]
+    assert small.metric("kvferry:num_preemptions_total") > 0
+    wait_clean(small)
+
+
+def test_who_has_priority_starts_before_those_who_came_earlier(nodes: Cluster) -> None:
+    """One sequence at a time; two wait behind it, the urgent one came last."""
+    node = nodes.start_node("both", "--scheduling-policy", "priority", "--max-num-seqs", "1")
+    gateway, ended = nodes.start_gateway(), []
+
+    async def one(client: httpx.AsyncClient, name: str, priority: int, max_tokens: int) -> None:
+        await ask(client, gateway, new_prompt(20), priority=priority, max_tokens=max_tokens)
+        ended.append(name)
+
+    async def run() -> None:
+        async with httpx.AsyncClient(timeout=120) as client:
+            waits = asyncio.to_thread
+            first = asyncio.create_task(one(client, "first", 0, 1900))
+            await waits(wait_until, lambda: node.record().load.num_running == 1, 30, "the first runs")
+            patient = asyncio.create_task(one(client, "patient", 3, 2))
+            await waits(wait_until, lambda: node.record().load.num_waiting == 1, 30, "the second waits")
+            urgent = asyncio.create_task(one(client, "urgent", -3, 2))
+            await waits(wait_until, lambda: node.record().load.num_waiting == 2, 30, "the third waits")
+            first.cancel()
+            await asyncio.gather(patient, urgent)
+
+    asyncio.run(run())
+    assert ended == ["urgent", "patient"]
 
 
 def test_cancels_that_race_with_the_end_of_their_requests_leave_the_engine_alive_and_clean(
