@@ -1,8 +1,11 @@
-"""Two gateways over one cluster and one Redis; one is killed under its streams, and only its clients notice."""
+"""Two gateways over one cluster and one Redis, behind a plain load balancer; one is killed under its streams, and only
+their clients notice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from kvferry.common.hashing import block_names, root_name
 from kvferry.services.index.open import open_index
 from tests.e2e import test_resume
 from tests.e2e.cluster import Node, cluster
+from tests.e2e.proxy import Balancer
 from tests.e2e.streams import Stream, Streams, ask, running
 from tests.e2e.test_resume import Fixture
 
@@ -29,10 +33,13 @@ def bodies(salt: str) -> list[dict[str, Any]]:
 
 
 def test_the_other_one_goes_on_and_finds_what_the_dead_ones_requests_left(tiny_model: Path, tmp_path: Path) -> None:
-    with cluster(tmp_path, str(tiny_model)) as nodes:
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(cluster(tmp_path, str(tiny_model)))
         fleet = Fixture(nodes, 2, "--cached-pull", "always", prefill_flags=("--cached-pull", "always"))
         dies, lives = fleet.gateway, nodes.start_gateway()
-        want = ask(lives.url, bodies("before"))
+        balancer = stack.enter_context(Balancer((dies.port, lives.port)))
+        want = ask(balancer.url, bodies("before"))
+        assert balancer.num_connections[dies.port] > 0 < balancer.num_connections[lives.port]
 
         async def run() -> list[Stream]:
             async with running(lives.url, bodies("living")) as others:
@@ -53,7 +60,7 @@ def test_the_other_one_goes_on_and_finds_what_the_dead_ones_requests_left(tiny_m
         dies.stop(signal.SIGKILL)
         fleet.check_settled(fleet.prefill, *fleet.decode)
         asyncio.run(_until_known(nodes.redis_url, fleet.prefill, bodies("dead")))
-        again = ask(lives.url, bodies("dead"))
+        again = ask(balancer.url, bodies("dead"))
         assert [choices for choices, _ in again] == [choices for choices, _ in want]
         assert [usage["prompt_tokens_details"]["cached_tokens"] for _, usage in again] == [
             _num_full_tokens(body["prompt"]) for body in bodies("dead")
