@@ -6,6 +6,7 @@ import asyncio
 import itertools
 
 import pytest
+import redis
 from redis.crc import key_slot
 
 from kvferry.common.errors import IndexUnavailable
@@ -138,6 +139,30 @@ def test_a_slot_on_its_way_to_another_master_is_asked_for_there(redis_cluster):
             await index.aclose()
 
     asyncio.run(run())
+
+
+def test_a_password_opens_every_master_and_without_it_none_does(redis_cluster):
+    async def run() -> None:
+        namespace, names = f"cluster-{next(_numbers)}", chain(200)
+        open_one = open_index(redis_cluster.url.replace("//", "//:secret@"), namespace, timeout_s=20)
+        shut_out = open_index(redis_cluster.url, namespace, timeout_s=20)
+        try:
+            await open_one.announce(node("a"), TTL_S)
+            await open_one.store("a", names)
+            assert (await open_one.match(names)).held == {"a": 200}
+            with pytest.raises(IndexUnavailable, match=r"(?i)auth"):
+                await shut_out.match(names)
+        finally:
+            await open_one.aclose()
+            await shut_out.aclose()
+
+    for port in redis_cluster.ports:
+        redis_cluster.admin(port).config_set("requirepass", "secret")
+    try:
+        asyncio.run(run())
+    finally:
+        for port in redis_cluster.ports:
+            redis.Redis(port=port, password="secret").config_set("requirepass", "")
 
 
 async def _is_known_again(index, names) -> bool:
