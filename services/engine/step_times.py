@@ -60,6 +60,10 @@ class StepTimes:
     def prefill_tokens_per_s(self) -> float:
         return self._last.prefill_tokens_per_s
 
+    @property
+    def prompt_depth(self) -> float:
+        return self._last.prompt_depth
+
     def prompt_tokens_within(self, budget_ms: float, decoding: bool, position: int = 0) -> int | None:
         """Prompt tokens from `position` on that a step of this length has room for; None: nothing measured yet."""
         measured = [num_threads for num_threads, fit in self._by_threads.items() if fit.knows_prompts]
@@ -124,6 +128,11 @@ class _Fit:
     def prefill_tokens_per_s(self) -> float:
         """Over many prompts: a step deep in a long one says little of the next."""
         return 1000.0 * self._recent.tokens / self._recent.ms if self._recent.ms else 0.0
+
+    @property
+    def prompt_depth(self) -> float:
+        """Positions that the tokens of those prompts attended to, each, in the mean."""
+        return self._recent.positions / self._recent.tokens if self._recent.tokens else 0.0
 
     @property
     def knows_prompts(self) -> bool:

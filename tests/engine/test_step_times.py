@@ -39,6 +39,8 @@ def test_many_short_prompts_do_not_make_a_node_forget_what_long_ones_take() -> N
     assert times.prompt_position_ms == pytest.approx(POSITION_MS, rel=0.15)
     recent = times.prefill_tokens_per_s
     assert recent == pytest.approx(1000 / (TOKEN_MS + POSITION_MS * 500), rel=0.1), "the mean rate does follow the load"
+    expected = 1000 / (TOKEN_MS + POSITION_MS * times.prompt_depth)
+    assert recent == pytest.approx(expected, rel=0.05), "and so does the depth that it was measured at"
 
 
 def test_steps_that_are_all_alike_tell_nothing_of_positions() -> None:

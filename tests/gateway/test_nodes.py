@@ -272,6 +272,30 @@ def test_prompt_tokens_count_until_the_nodes_own_report_has_them() -> None:
     assert ledger.in_flight == {}
 
 
+def test_a_prompt_whose_beginning_is_pulled_first_counts_until_a_report_from_after_that() -> None:
+    """While blocks are on their way the node has not queued what comes after them, and a report does not have it."""
+    clock = Clock()
+    ledger = Ledger(clock)
+
+    def reported(num_waiting_tokens: int) -> list[NodeRecord]:
+        idle = node("p", Role.PREFILL, num_waiting_tokens=num_waiting_tokens, pull_bytes_per_s=1e6)
+        return [node("d", Role.DECODE), idle, node("warm", Role.PREFILL, num_waiting_tokens=10**6)]
+
+    plan = choose(RouteRequest("r", 20_000), reported(0), {"i-warm": 1200})
+    assert (plan.chosen.computed_by, plan.chosen.num_uncached) == ("i-p", 800)
+    assert plan.chosen.pull_ms > 1000
+    entry, short = ledger.open(plan, 1), ledger.enter("i-d", "i-p", InFlight(1, 30))
+    clock.now += REPORT_AGE_S
+    ledger.note_reports(reported(1))
+    assert ledger.in_flight["i-p"].num_prompt_tokens == 800, "what was sent later and pulls nothing is reported"
+    clock.now += plan.chosen.pull_ms / 1e3
+    ledger.note_reports(reported(800))
+    assert "i-p" not in ledger.in_flight
+    entry.close()
+    short.close()
+    assert (ledger.in_flight, ledger._unreported) == ({}, {})
+
+
 @pytest.mark.parametrize(("weight", "computers"), [(0.2, "dp"), (4.0, "pp")])
 def test_a_burst_of_equal_prompts_is_spread_before_any_node_has_told_of_it(weight: float, computers: str) -> None:
     """What is sent counts at once. Whether decode nodes take part is a matter of what their streams' delay weighs."""

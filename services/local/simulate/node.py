@@ -144,6 +144,7 @@ class SimNode:
             prefill_tokens_per_s=self.times.prefill_tokens_per_s,
             prompt_token_ms=self.times.prompt_token_ms,
             prompt_position_ms=self.times.prompt_position_ms,
+            prompt_depth=self.times.prompt_depth,
             step_ms=self.step_ms,
             pull_bytes_per_s=self.bytes_per_s,
         )
