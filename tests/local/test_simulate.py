@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.common.errors import ConfigError
+from kvferry.services.gateway.plan import InFlight
 from kvferry.services.local.cli import main
 from kvferry.services.local.simulate.cluster import Fleet, Simulation
 from kvferry.services.local.simulate.command import simulate
 from kvferry.services.local.simulate.cores import LINGER_S, Cores
 from kvferry.services.local.simulate.node import Pool
-from kvferry.services.local.simulate.policies import POLICIES
+from kvferry.services.local.simulate.policies import POLICIES, Choice, Snapshot
 from kvferry.services.local.simulate.profile import load_profile
 from kvferry.services.local.simulate.trace import MEAN_INPUT, MEAN_OUTPUT, Request, load_trace, reuse, synthetic
 
@@ -123,6 +124,20 @@ def test_what_is_computed_is_found_by_who_waits_behind_it() -> None:
     sim = Simulation(Fleet(1, 1), PROFILE.faster(1.0, 512), POLICIES["kvferry"])
     asyncio.run(sim.run(requests))
     assert [served.cached_blocks for served in sim.served] == [0, 3]
+
+
+def test_what_is_computed_is_found_by_who_pulled_blocks_and_waits_behind_it() -> None:
+    """The first turn is on another node. Two more come at once: both pull its blocks, one computes for the other."""
+    blocks = tuple(bytes([n]) for n in range(4))
+    requests = [Request(0, 0.0, 1100, 2, blocks[:2]), *(Request(n, 9.0, 2500 + n, 2, blocks[:4]) for n in (1, 2))]
+
+    def placed(request: Request, seen: Snapshot, _: random.Random) -> Choice:
+        computes = f"i-p00{min(request.number, 1)}"
+        return Choice("i-d000", computes, seen[2].enter("i-d000", computes, InFlight(1, request.num_tokens)))
+
+    sim = Simulation(Fleet(2, 1), PROFILE.faster(1.0, 512), placed)
+    asyncio.run(sim.run(requests))
+    assert [served.cached_blocks for served in sim.served] == [0, 2, 4]
 
 
 def test_more_nodes_serve_sooner_and_ours_sooner_than_chance() -> None:

@@ -252,7 +252,7 @@ class _Way:
 
         def start(have: int) -> None:
             prompt.position = prompt.num_cached = have * BLOCK_TOKENS
-            prompt.find = find if have == held else None
+            prompt.find = find
             self._sent = self._held(self._decode) * BLOCK_TOKENS
             node.prompts.append(prompt)
             self._sim.wake(node)
