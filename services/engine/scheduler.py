@@ -21,27 +21,19 @@ Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, b
 from __future__ import annotations
 
 import time
-from typing import Literal, NamedTuple
 
 from kvferry.common.errors import BadRequest, PromptExceedsPool
 from kvferry.services.engine.backlog import Backlog
 from kvferry.services.engine.block_pool import BlockPool
+from kvferry.services.engine.block_tables import BlockTables, Need
 from kvferry.services.engine.limits import SchedulerLimits
-from kvferry.services.engine.schedule import BlockCopy, Schedule, Scheduled
+from kvferry.services.engine.schedule import Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence, Status
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.engine.waiting import WaitingQueue, order
 
 WATERMARK = 0.01
 """Part of the pool that no newcomer gets while others run: room for them to grow before one must be preempted."""
-
-
-class _Need(NamedTuple):
-    """What a sequence must reserve to start: it shares `hits`; `num_blocks` of those available now go to it."""
-
-    hits: list[int]
-    fresh: int
-    num_blocks: int
 
 
 class Scheduler:
@@ -53,6 +45,7 @@ class Scheduler:
         self.times = StepTimes()
         self.waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens)
         self.received = WaitingQueue()  # complete receives, and failed ones: they own their blocks
+        self._tables = BlockTables(pool)
         self._arrived: list[int] = []  # blocks received since the last step
         self.running: list[Sequence] = []  # in order
         self.backlog = Backlog(pool, self.running, self.received, self.waiting)
@@ -99,19 +92,13 @@ class Scheduler:
         for queue in (self.waiting, self.received, self.running):
             if seq in queue:
                 queue.remove(seq)
-        self._give_back(seq)
+        self._tables.give_back(seq)
         seq.status = Status.CLOSED
 
     def receive_ended(self, seq: Sequence, num_received_blocks: int) -> None:
         """The first `num_received_blocks` blocks of a receiving sequence hold their KV; it computes the rest."""
         assert seq.status is Status.RECEIVING, seq.status
-        self.pool.arrived(seq.block_table)
-        if num_received_blocks * seq.block_size > seq.num_computed_tokens:
-            seq.num_received_tokens = num_received_blocks * seq.block_size - seq.num_computed_tokens
-            first = seq.num_computed_tokens // seq.block_size
-            self._arrived += seq.block_table[first:num_received_blocks]
-            seq.num_computed_tokens += seq.num_received_tokens
-            self._name_full_blocks(seq)
+        self._arrived += self._tables.received(seq, num_received_blocks)
         seq.receive = False
         seq.status = Status.WAITING
         self.received.insert(seq)
@@ -161,7 +148,7 @@ class Scheduler:
     def _start_more(self, step: Schedule, budget: int) -> None:
         while budget > 0 and self.received and self._has_seats(self.received.first):
             seq = self.received.pop()
-            self._find_again(seq)
+            self._tables.find_again(seq)
             budget -= self._start(step, seq, budget)
         self.admit(step, budget)
 
@@ -215,12 +202,7 @@ class Scheduler:
             self.waiting.insert(child)
             self.backlog.entered(child)
             return
-        child.block_table = parent.block_table[: parent.num_blocks_for(parent.num_tokens)]
-        self.pool.acquire(child.block_table)
-        child.names = list(parent.names)
-        child.num_named_blocks = parent.num_named_blocks
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.num_cached_tokens = parent.num_cached_tokens
+        self._tables.share(parent, child)
         child.status = Status.RUNNING
         self.running.append(child)
         self.running.sort(key=order)
@@ -228,7 +210,7 @@ class Scheduler:
     def computed(self, row: Scheduled) -> None:
         """Books what a step computed for one row: its tokens, and names for the blocks that it filled."""
         row.sequence.num_computed_tokens += row.num_tokens
-        self._name_full_blocks(row.sequence)
+        self._tables.name_full(row.sequence)
 
     def hold(self, seq: Sequence) -> None:
         """A compute-only sequence is complete: it leaves the batch and keeps its blocks."""
@@ -273,41 +255,17 @@ class Scheduler:
     def _num_free_for_newcomers(self) -> int:
         return self.pool.num_available - (int(self.pool.num_blocks * WATERMARK) if self.running else 0)
 
-    def _need(self, seq: Sequence) -> _Need:
-        hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)) if self.pool.enable_prefix_caching else []
-        fresh = seq.num_blocks_for(self._num_tokens_to_reserve(seq)) - len(hits)
-        return _Need(hits, fresh, fresh + self.pool.num_idle(hits))
+    def _need(self, seq: Sequence) -> Need:
+        return self._tables.need(seq, self._num_tokens_to_reserve(seq))
 
     def _reserve(self, seq: Sequence, num_kept: int = 0) -> bool:
         """Takes cached and fresh blocks for all due tokens of `seq`; False and nothing taken when there are too few
         beside `num_kept`."""
-        hits, fresh, num_blocks = self._need(seq)
-        if num_blocks + num_kept > self._num_free_for_newcomers:
+        need = self._need(seq)
+        if need.num_blocks + num_kept > self._num_free_for_newcomers:
             return False
-        self.pool.acquire(hits)
-        incoming = seq.num_cacheable_blocks - len(hits) if seq.receive else 0
-        tail = self.pool.allocate(incoming, incoming=True)
-        seq.block_table = [*hits, *tail, *self.pool.allocate(fresh - len(tail))]
-        seq.num_named_blocks = len(hits)
-        seq.num_computed_tokens = len(hits) * seq.block_size
-        if not seq.num_preemptions:
-            seq.num_cached_tokens = seq.num_computed_tokens
+        self._tables.reserve(seq, need)
         return True
-
-    def _find_again(self, seq: Sequence) -> None:
-        """Blocks that others have computed since it reserved its own take the place of those: the turn before this one
-        of a conversation, say, in the same queue."""
-        if not self.pool.enable_prefix_caching:
-            return
-        first = seq.num_computed_tokens // seq.block_size
-        hits = self.pool.lookup(seq.name_blocks(seq.num_cacheable_blocks)[first:])
-        self.pool.acquire(hits)
-        self.pool.release(seq.block_table[first : first + len(hits)])
-        seq.block_table[first : first + len(hits)] = hits
-        if hits:
-            seq.num_named_blocks = first + len(hits)
-            seq.num_computed_tokens = seq.num_named_blocks * seq.block_size
-            seq.num_cached_tokens += len(hits) * seq.block_size
 
     def _make_room_for_growth(self, step: Schedule) -> None:
         """Gives every running sequence the block that its next token goes into, at the expense of the last in order.
@@ -315,29 +273,14 @@ class Scheduler:
         A half-filled block that branches share is copied for the one that is to write into it.
         """
         for seq in list(self.running):
-            while seq.status is Status.RUNNING and (short := self._lacks_block(seq)):
+            while seq.status is Status.RUNNING and (short := self._tables.lacks(seq)):
                 if not self.pool.num_available:
                     self._preempt(step, self._victim())
                 elif short == "new":
-                    seq.block_table.extend(self.pool.allocate(1))
+                    self._tables.grow(seq)
                 else:
-                    step.copies.append(self._copy_on_write(seq))
-
-    def _lacks_block(self, seq: Sequence) -> Literal["", "new", "own"]:
-        if len(seq.block_table) < seq.num_blocks_for(seq.num_tokens):
-            return "new"
-        if seq.num_uncomputed_tokens == 0:  # a beam that waits for the others
-            return ""
-        at = seq.num_computed_tokens // seq.block_size
-        return "own" if at >= seq.num_named_blocks and self.pool.is_shared(seq.block_table[at]) else ""
-
-    def _copy_on_write(self, seq: Sequence) -> BlockCopy:
-        at = seq.num_computed_tokens // seq.block_size
-        old, (new,) = seq.block_table[at], self.pool.allocate(1)
-        self.pool.release([old])
-        seq.block_table[at] = new
-        self._num_copied_blocks += 1
-        return BlockCopy(old, new)
+                    step.copies.append(self._tables.copy_on_write(seq))
+                    self._num_copied_blocks += 1
 
     def _num_tokens_to_reserve(self, seq: Sequence) -> int:
         """Its tokens; for one that must not be preempted again, with all that it may still produce."""
@@ -360,20 +303,8 @@ class Scheduler:
         seq.num_preemptions += 1
         seq.num_recomputed_tokens += seq.num_computed_tokens
         self._num_preemptions += 1
-        self._give_back(seq)
+        self._tables.give_back(seq)
         seq.prompt_logprobs.clear()
         seq.status = Status.WAITING
         self.waiting.insert(seq)
         self.backlog.entered(seq)
-
-    def _give_back(self, seq: Sequence) -> None:
-        self.pool.release(seq.block_table)
-        seq.block_table = []
-        seq.num_named_blocks = seq.num_computed_tokens = 0
-
-    def _name_full_blocks(self, seq: Sequence) -> None:
-        full = seq.num_computed_tokens // seq.block_size
-        names = seq.name_blocks(full)
-        for i in range(seq.num_named_blocks, full):
-            seq.block_table[i] = self.pool.register(seq.block_table[i], names[i])
-        seq.num_named_blocks = full

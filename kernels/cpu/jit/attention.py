@@ -12,8 +12,8 @@ from kvferry.kernels.cpu.jit.constants import FLOAT32, KV_TILE
 from kvferry.kernels.cpu.jit.few_rows import FEW_ROWS, GROUP, NUM_GROUPS, add_few_values, fetch, list_groups, score_few
 from kvferry.kernels.cpu.jit.kv import LINE, size_of, widen, write_columns
 from kvferry.kernels.cpu.jit.matmul import multiply_tile
+from kvferry.kernels.cpu.jit.memory import F32, load_float, load_int, store_float, store_int, take_next
 from kvferry.kernels.cpu.jit.simd import (
-    F32,
     add,
     div,
     exp_of,
@@ -21,17 +21,12 @@ from kvferry.kernels.cpu.jit.simd import (
     greater,
     inlined,
     load,
-    load_float,
-    load_int,
     max_lanes,
     mul,
     splat,
     store,
-    store_float,
-    store_int,
     sub,
     sum_lanes,
-    take_next,
 )
 from kvferry.kernels.cpu.jit.threads import load_shared
 

@@ -6,24 +6,8 @@ Each piece of work is a run of rows. The order of a sum over a row is fixed by i
 from __future__ import annotations
 
 from kvferry.kernels.cpu.jit.kv import put, size_of
-from kvferry.kernels.cpu.jit.simd import (
-    F32,
-    add,
-    div,
-    exp_of,
-    fma,
-    inlined,
-    load,
-    load_float,
-    load_int,
-    mul,
-    root,
-    splat,
-    store,
-    sub,
-    sum_lanes,
-    take_next,
-)
+from kvferry.kernels.cpu.jit.memory import F32, load_float, load_int, take_next
+from kvferry.kernels.cpu.jit.simd import add, div, exp_of, fma, inlined, load, mul, root, splat, store, sub, sum_lanes
 
 ROWS = 8
 """Rows that a thread takes at a time."""

@@ -12,18 +12,8 @@ from typing import Any
 from kvferry.kernels.cpu.jit.constants import BFLOAT16, FLOAT32, KV_TILE
 from kvferry.kernels.cpu.jit.kv import LINE, size_of, widen
 from kvferry.kernels.cpu.jit.matmul import CACHE_LINE, multiply_tile
-from kvferry.kernels.cpu.jit.simd import (
-    F32,
-    add_products,
-    called,
-    columns_float32,
-    inlined,
-    load_int,
-    prefetch,
-    splat,
-    store,
-    store_int,
-)
+from kvferry.kernels.cpu.jit.memory import F32, load_int, prefetch, store_int
+from kvferry.kernels.cpu.jit.simd import add_products, called, columns_float32, inlined, splat, store
 from kvferry.kernels.cpu.jit.widen import columns_bfloat16, columns_float16
 
 FEW_ROWS = 4

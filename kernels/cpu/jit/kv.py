@@ -10,7 +10,8 @@ from typing import Any
 
 from kvferry.kernels.cpu.jit.constants import BFLOAT16, FLOAT32, KV_TILE
 from kvferry.kernels.cpu.jit.matmul import copy
-from kvferry.kernels.cpu.jit.simd import F32, called, columns_float32, inlined, load, store, store_columns
+from kvferry.kernels.cpu.jit.memory import F32
+from kvferry.kernels.cpu.jit.simd import called, columns_float32, inlined, load, store, store_columns
 from kvferry.kernels.cpu.jit.widen import (
     columns_bfloat16,
     columns_float16,

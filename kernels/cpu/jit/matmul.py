@@ -9,20 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.kernels.cpu.jit.constants import COLUMNS, WIDTH_MULTIPLE
-from kvferry.kernels.cpu.jit.simd import (
-    F32,
-    add,
-    called,
-    fma,
-    inlined,
-    load,
-    load_float,
-    load_int,
-    prefetch,
-    splat,
-    store,
-    take_next,
-)
+from kvferry.kernels.cpu.jit.memory import F32, load_float, load_int, prefetch, take_next
+from kvferry.kernels.cpu.jit.simd import add, called, fma, inlined, load, splat, store
 
 SUM_BLOCK = 1024
 """oneDNN sums so many products in one chain; the chains are then added in order."""

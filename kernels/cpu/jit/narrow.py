@@ -10,19 +10,8 @@ from typing import Any
 
 from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, INT8
 from kvferry.kernels.cpu.jit.matmul import SUM_BLOCK, add_chain, copy, multiply_tile
-from kvferry.kernels.cpu.jit.simd import (
-    F32,
-    called,
-    fma,
-    inlined,
-    load,
-    load_float,
-    load_int,
-    mul,
-    splat,
-    store,
-    take_next,
-)
+from kvferry.kernels.cpu.jit.memory import F32, load_float, load_int, take_next
+from kvferry.kernels.cpu.jit.simd import called, fma, inlined, load, mul, splat, store
 from kvferry.kernels.cpu.jit.widen import load_bfloat16, load_float16, load_int8
 
 TILE = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.kernels.cpu.jit.simd import load_int
+from kvferry.kernels.cpu.jit.memory import load_int
 from kvferry.kernels.cpu.jit.threads import arrive, call_kernel, call_plain, load_shared
 
 SPINS = 4096

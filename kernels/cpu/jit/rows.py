@@ -12,7 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvferry.kernels.cpu.jit.simd import inlined, load_int, prefetch
+from kvferry.kernels.cpu.jit.memory import load_int, prefetch
+from kvferry.kernels.cpu.jit.simd import inlined
 
 LINE, PAGE = 64, 4096
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.kernels.cpu.jit.constants import BUCKETS
-from kvferry.kernels.cpu.jit.simd import (
+from kvferry.kernels.cpu.jit.memory import (
     F32,
-    inlined,
     load_bits,
     load_double,
     load_float,
@@ -17,6 +16,7 @@ from kvferry.kernels.cpu.jit.simd import (
     store_int,
     take_next,
 )
+from kvferry.kernels.cpu.jit.simd import inlined
 
 LEVELS = 11, 10, 10
 """Bits of a probability that each pass of `_cut` tells apart, from the highest on; the sign is 0."""

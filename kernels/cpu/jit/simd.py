@@ -14,8 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-F32 = 4
-"""Bytes of an element."""
+from kvferry.kernels.cpu.jit.memory import F32, pointer
 
 _FLOAT, _I64, _I32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 
@@ -49,10 +48,6 @@ def _constant(vector: Vector, value: float) -> ir.Constant:
     return ir.Constant(_llvm(vector), [value] * vector.width)
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
-    return builder.inttoptr(address, to.as_pointer())
-
-
 def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
@@ -63,7 +58,7 @@ def load(typing_context: Any, address: Any, width: Any) -> Any:
     vector = Vector(width.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _llvm(vector)), align=F32)
+        return builder.load(pointer(builder, args[0], _llvm(vector)), align=F32)
 
     return vector(types.intp, width), generate
 
@@ -71,7 +66,7 @@ def load(typing_context: Any, address: Any, width: Any) -> Any:
 @intrinsic
 def store(typing_context: Any, address: Any, vector: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _llvm(vector)), align=F32)
+        builder.store(args[1], pointer(builder, args[0], _llvm(vector)), align=F32)
         return context.get_dummy_value()
 
     return types.void(types.intp, vector), generate
@@ -185,7 +180,7 @@ def columns_8x8(kind: ir.Type, size: int, widen: Callable[..., ir.Value]) -> Any
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def half(i: int, first: int) -> ir.Value:
                 offset = builder.add(builder.mul(args[1], _I64(i)), _I64(first * size))
-                return builder.load(_pointer(builder, builder.add(args[0], offset), ir.VectorType(kind, 4)), align=size)
+                return builder.load(pointer(builder, builder.add(args[0], offset), ir.VectorType(kind, 4)), align=size)
 
             def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
                 return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
@@ -219,7 +214,7 @@ def store_columns(typing_context: Any, target: Any, stride: Any, columns: Any) -
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for i in range(8):
             row = builder.add(args[0], builder.mul(args[1], _I64(i)))
-            builder.store(_column(builder, args[2], i), _pointer(builder, row, ir.VectorType(_FLOAT, 8)), align=F32)
+            builder.store(_column(builder, args[2], i), pointer(builder, row, ir.VectorType(_FLOAT, 8)), align=F32)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, columns), generate
@@ -232,7 +227,7 @@ def add_products(typing_context: Any, total: Any, a: Any, columns: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, lanes = args[0], ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
         for i in range(8):
-            number = builder.load(_pointer(builder, builder.add(args[1], _I64(i * F32)), _FLOAT), align=F32)
+            number = builder.load(pointer(builder, builder.add(args[1], _I64(i * F32)), _FLOAT), align=F32)
             one = builder.insert_element(ir.Constant(sums.type, ir.Undefined), number, _I32(0))
             sums = _named("fma")(builder, builder.shuffle_vector(one, one, lanes), _column(builder, args[2], i), sums)
         return sums
@@ -241,82 +236,6 @@ def add_products(typing_context: Any, total: Any, a: Any, columns: Any) -> Any:
 
 
 columns_float32 = columns_8x8(_FLOAT, F32, lambda builder, row, width: row)
-
-
-def _scalar_load(kind: ir.Type, result: Any, align: int) -> Any:
-    def typed(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.load(_pointer(builder, args[0], kind), align=align)
-
-        return result(types.intp), generate
-
-    return intrinsic(typed)
-
-
-load_float = _scalar_load(_FLOAT, types.float32, F32)
-load_int = _scalar_load(_I64, types.intp, 8)
-load_double = _scalar_load(ir.DoubleType(), types.float64, 8)
-
-
-@intrinsic
-def load_bits(typing_context: Any, address: Any) -> Any:
-    """The bits of a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(_pointer(builder, args[0], _I32), align=F32), _I64)
-
-    return types.intp(types.intp), generate
-
-
-@intrinsic
-def store_float(typing_context: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _FLOAT), align=F32)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32), generate
-
-
-@intrinsic
-def store_double(typing_context: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], ir.DoubleType()), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float64), generate
-
-
-@intrinsic
-def store_int(typing_context: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _I64), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
-
-
-@intrinsic
-def prefetch(typing_context: Any, address: Any) -> Any:
-    """Asks for the cache line at `address`, which need not be valid."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], ir.IntType(8))
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
-
-
-@intrinsic
-def take_next(typing_context: Any, address: Any) -> Any:
-    """Adds 1 to the integer at `address`, atomically -> what it was: the next piece of work is the caller's alone."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, args[0], _I64), _I64(1), "monotonic")
-
-    return types.intp(types.intp), generate
 
 
 def exp_of(width: int) -> Any:
