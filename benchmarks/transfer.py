@@ -1,6 +1,6 @@
 """Block transfer between two processes: rate, CPU time and latency of each transport, beside a plain memory copy.
 
-    python -m benchmarks transfer [--transports shm,ucx,grpc] [--block-bytes 46080,...] [--blocks 1,16,256,1024]
+    python -m benchmarks transfer [--transports shm,ucx,grpc] [--block-bytes 46080,...] [--blocks 1,32,256,1024,4096]
                                   [--max-mb 256] [--seconds 0.5]
 
 Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
@@ -20,6 +20,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import Server
 from kvferry.services.transfer.base import Peer
 from kvferry.services.transfer.copier import Blocks
+from kvferry.services.transfer.grpc import block_checksum
 from kvferry.services.transfer.lease import LeaseTable
 from kvferry.services.transfer.puller import Puller
 from kvferry.services.transfer.segment import PoolSegment
@@ -203,6 +205,15 @@ async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str,
                     print_perftest(block_bytes, count, found["ucx"], rates)
 
 
+def print_checksum(block_bytes: int) -> None:
+    """Of transports that cross a machine: once where a block leaves, once where it arrives."""
+    blocks = content(2**26 // block_bytes, block_bytes)  # 64 MB, so that they come from memory
+    rows = [memoryview(block) for block in blocks]
+    took = timeit.repeat(lambda: [block_checksum(row, 0) for row in rows], number=1, repeat=9)
+    rate = blocks.nbytes / statistics.median(took)
+    print(f"{block_bytes:10,d}          checksum {rate / 1e9:.1f} GB/s", flush=True)
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -211,7 +222,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks transfer", description=__doc__)
     parser.add_argument("--transports", default="shm,ucx,grpc")
     parser.add_argument("--block-bytes", type=_numbers, default=[46_080, 262_144, 2_097_152])
-    parser.add_argument("--blocks", type=_numbers, default=[1, 16, 256, 1024])
+    parser.add_argument("--blocks", type=_numbers, default=[1, 32, 256, 1024, 4096])
     parser.add_argument("--max-mb", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each transport and size")
     args = parser.parse_args(argv)
@@ -223,4 +234,5 @@ def main(argv: list[str]) -> int:
           f"{'ms a pull':>10s} {'CPU s/GB':>8s}")  # fmt: skip
     for block_bytes in args.block_bytes:
         asyncio.run(run(args, block_bytes, transports))
+        print_checksum(block_bytes)
     return 0
