@@ -31,6 +31,11 @@ test: $(DEV)  ## run the whole test suite
 test-compose: $(DEV)  ## build the images and run compose/compose.yaml with this machine's Docker
 	@exec env KVFERRY_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose $(ARGS)
 
+.PHONY: test-ucx
+test-ucx: $(DEV)  ## install UCX's Python package (346 MB) and run every test that needs it
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[worker,local,dev,ucx]' $(PIP_ARGS)
+	$(BIN)/python -m pytest -k ucx $(ARGS)
+
 .PHONY: test-clients
 test-clients: $(DEV)  ## run LiteLLM, LangChain, guidellm and aiperf against a cluster, each in its own environment
 	@exec $(BIN)/python -m tests.clients.run $(ARGS)
