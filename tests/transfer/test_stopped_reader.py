@@ -110,6 +110,6 @@ def test_a_reader_stopped_in_mid_copy_past_its_lease_adopts_nothing_of_what_the_
         assert answer.first.prefilled_by == ""
         assert (answer.token_ids, answer.logprobs) == (alone.token_ids, alone.logprobs)
         assert decode.metric("kvferry:transfer_failures_total") == 1
-        assert decode.metric("kvferry:transfer_blocks_total") == 15, "copied, and given up"
+        assert decode.metric("kvferry:transfer_blocks_total") in (0, 15), "cut short, or copied and given up"
         for node in (prefill, decode):
             _wait(partial(_is_at_rest, node), f"{node.name} did not come to rest")
