@@ -17,7 +17,7 @@ Blocks = Rows
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 32 * 2**20
 """Between pieces of this size a copy gives way, or looks whether it was cancelled."""
 
 _PAST_CACHE_BYTES = 4 * 2**20
@@ -68,7 +68,7 @@ def copy_blocks(
 def copy_pieces(
     source: Blocks, src_block_ids: Sequence[int], dest: Blocks, dst_block_ids: Sequence[int]
 ) -> Iterator[None]:
-    """What `copy_blocks` does, with a stop after every `_PIECE_BYTES` or so: about 1 ms."""
+    """What `copy_blocks` does, with a stop after every `_PIECE_BYTES` or so: about 2 ms."""
     block_bytes = math.prod(dest.shape[1:])
     piece = max(1, _PIECE_BYTES // block_bytes)
     past_cache = len(dst_block_ids) * block_bytes >= _PAST_CACHE_BYTES
