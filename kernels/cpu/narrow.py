@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.cpu.dense import MAX_ROWS
+from kvferry.kernels.cpu.dense import MAX_ROWS, pack_rows
 from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, FLOAT16, INT8
 from kvferry.kernels.cpu.jit.narrow import TILE
 from kvferry.kernels.cpu.native import kernels
@@ -53,8 +53,8 @@ class NarrowLinear:
         self._scales = None
         if weight_format == "int8":
             weight, scales = quantize(weight, group)
-            self._scales = _pack(scales)
-        self._packed = _pack(weight.to(dtype))
+            self._scales = pack_rows(scales)
+        self._packed = pack_rows(weight.to(dtype))
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,3 @@ class NarrowLinear:
             "narrow_dense", num_threads, x.data_ptr(), self._packed.data_ptr(), scales, out.data_ptr(), *sizes
         )
         return out
-
-
-def _pack(rows: torch.Tensor) -> torch.Tensor:
-    """[out, width] -> [ceil(out / COLUMNS), width, COLUMNS]."""
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
-    return padded.view(-1, COLUMNS, rows.shape[1]).transpose(1, 2).contiguous()

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention, elementwise
-from kvferry.kernels.cpu.dense import PackedLinear, dense_kernel
+from kvferry.kernels.cpu.dense import PackedLinear
 from kvferry.kernels.cpu.jit.constants import KV_TILE
 from kvferry.kernels.cpu.narrow import GROUP, NarrowLinear, WeightFormat
 from kvferry.kernels.cpu.native import compiler_version
@@ -29,7 +29,7 @@ def numerics_id(dtype: torch.dtype, weight_format: WeightFormat, kv_dtype: torch
         torch.backends.cpu.get_cpu_capability().lower(),
         str(dtype).removeprefix("torch."),
         *([] if kv_dtype == dtype else [f"kv{str(kv_dtype).removeprefix('torch.')}"]),
-        dense_kernel().name if weight_format == "float32" else _narrow_name(weight_format),
+        *([] if weight_format == "float32" else [_narrow_name(weight_format)]),
         f"tile{KV_TILE}",
         f"torch{torch.__version__}",
         compiler_version(),

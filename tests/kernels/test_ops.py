@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kvferry.kernels import ops
-from kvferry.kernels.cpu import dense
 from tests.kernels.rows import ODD_WIDTHS, ROW_COUNTS, assert_rows_invariant, randn, threads
 
 
@@ -78,59 +78,20 @@ def test_linear_of_half_precision_is_right_and_invariant(dtype: torch.dtype) -> 
     torch.testing.assert_close(got, F.linear(x.double(), weight.double()).to(dtype))
 
 
-def test_linear_is_served_by_onednn_and_our_kernel_here() -> None:
-    """On the machines we measure on. Elsewhere the fallback is slower, not wrong."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("not measured on this kind of CPU")
-    assert dense.dense_kernel().name == "onednn32"
-    assert dense.PackedLinear(randn(100, 1030))._own is not None
-
-
-@pytest.mark.parametrize(("width", "out"), [(63, 7), (576, 960), (1024, 64), (1025, 65), (1536, 576), (4100, 128)])
-def test_our_dense_kernel_has_the_bits_of_onednn(width: int, out: int) -> None:
-    packed = dense._onednn_pack(randn(out, width))
-    own = dense.OwnKernel.over(packed)
-    assert own is not None
-    x = randn(dense.MAX_ROWS, width, seed=1)
-    for count in (1, 2):
-        with threads(count):
-            for rows in (1, 2, 3, 4, 5, 8, 33, dense.MAX_ROWS):
-                assert torch.equal(own(x[:rows]), dense._onednn_multiply(x[:rows], packed)), f"{rows} rows"
-
-
-def test_our_dense_kernel_refuses_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = randn(100, 70)
-    assert dense.OwnKernel.over(weight) is None
-    assert dense.OwnKernel.over(dense._onednn_pack(randn(130, 70))) is None  # packed in blocks of another width
-    monkeypatch.setattr(dense, "_onednn_multiply", lambda x, packed: F.linear(x, weight) + 1)
-    assert dense.OwnKernel.over(dense._onednn_pack(weight)) is None
-
-
-@pytest.mark.parametrize("kernel", dense._KERNELS[1:], ids=lambda kernel: kernel.name)
-def test_every_dense_fallback_is_right_and_invariant(
-    kernel: dense.DenseKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense, "dense_kernel", lambda: kernel)
-    weight, x = randn(65, 1100), randn(49, 1100, seed=1)
-    got = assert_rows_invariant(ops.pack_linear(weight), x)
-    torch.testing.assert_close(got, F.linear(x, weight), atol=1e-3, rtol=1e-4)
-
-
-def test_a_dense_kernel_that_is_not_invariant_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def depends_on_row_count(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight) * (1 + 1e-6 * len(x))
-
-    def gone(weight: torch.Tensor) -> torch.Tensor:
-        raise AttributeError("_reorder_linear_weight")
-
-    broken = dense.DenseKernel("broken", torch.Tensor.contiguous, depends_on_row_count)
-    absent = dense.DenseKernel("absent", gone, depends_on_row_count)
-    monkeypatch.setattr(dense, "_KERNELS", (absent, broken, *dense._KERNELS[1:]))
-    dense.dense_kernel.cache_clear()
-    try:
-        assert dense.dense_kernel() in dense._KERNELS[2:]
-    finally:
-        dense.dense_kernel.cache_clear()
+@pytest.mark.parametrize(("width", "out"), [(63, 7), (1024, 64), (1025, 65), (2500, 3)])
+def test_linear_sums_in_the_order_that_it_states_whatever_the_processor(width: int, out: int) -> None:
+    """Chains of 1,024 fused multiply-adds, added in order. 64 bits hold a product and what a sum of it rounds to."""
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("numpy's longdouble is no longer than a double here: fused multiply-adds cannot be checked")
+    weight, x = randn(out, width), randn(3, width, seed=1)
+    a, b = x.numpy().astype(np.longdouble), weight.numpy().astype(np.longdouble)
+    total = np.zeros((3, out), dtype=np.float32)
+    for start in range(0, width, 1024):
+        chain = np.zeros((3, out), dtype=np.float32)
+        for i in range(start, min(start + 1024, width)):
+            chain = (a[:, i, None] * b[:, i] + chain).astype(np.float32)
+        total = chain if start == 0 else total + chain
+    assert torch.equal(ops.pack_linear(weight)(x), torch.from_numpy(total))
 
 
 def test_numerics_id_does_not_depend_on_threads() -> None:

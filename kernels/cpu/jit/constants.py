@@ -3,8 +3,8 @@
 KV_TILE = 64
 """Keys per attention tile, from position 0 on: it fixes the order of sums."""
 
-COLUMNS, WIDTH_MULTIPLE = 64, 16
-"""How oneDNN packs weights: [ceil(out / COLUMNS), width padded to a multiple of WIDTH_MULTIPLE, COLUMNS]."""
+COLUMNS = 64
+"""Outputs of a dense layer whose weights lie together: [ceil(out / COLUMNS), width, COLUMNS]."""
 
 INT8, BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2, 3
 """How numbers are kept: weights of a narrow dense layer in the first three ways, keys and values in the last three."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.kernels.cpu.jit.constants import COLUMNS, WIDTH_MULTIPLE
+from kvferry.kernels.cpu.jit.constants import COLUMNS
 from kvferry.kernels.cpu.jit.memory import F32, load_float, load_int, prefetch, take_next
 from kvferry.kernels.cpu.jit.simd import add, called, fma, inlined, load, splat, store
 
 SUM_BLOCK = 1024
-"""oneDNN sums so many products in one chain; the chains are then added in order."""
+"""So many products are summed in one chain; the chains are then added in order. As oneDNN does on AVX2."""
 
 _INNER = 64
 
@@ -148,11 +148,11 @@ def multiply_tile(a, a_stride, rows, b, b_stride, columns, c, c_stride, count, f
 
 
 def dense(args):
-    """`out = x @ weight.T`, with the bits of oneDNN. See `kernels/cpu/dense.py` for the arguments."""
+    """`out = x @ weight.T` over packed weights. See `kernels/cpu/dense.py` for the arguments."""
     x, packed, out = load_int(args + 16), load_int(args + 24), load_int(args + 32)
     rows, width, num_columns = load_int(args + 40), load_int(args + 48), load_int(args + 56)
     scratch = load_int(args + 64) + take_next(args + 8) * rows * 2 * COLUMNS * F32
-    block_bytes = (width + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE * COLUMNS * F32
+    block_bytes = width * COLUMNS * F32
     block = take_next(args)
     while block * COLUMNS < num_columns:
         _dense_block(x, rows, width, packed + block * block_bytes, scratch)
