@@ -7,7 +7,6 @@ of rows. Ours has one order for all rows, all numbers of threads and all process
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kvferry.kernels.cpu.jit.constants import COLUMNS
 from kvferry.kernels.cpu.native import kernels
@@ -48,5 +47,9 @@ class PackedLinear:
 
 def pack_rows(rows: torch.Tensor) -> torch.Tensor:
     """[out, width] -> [ceil(out / COLUMNS), width, COLUMNS]: what a block of outputs multiplies by lies together."""
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
-    return padded.view(-1, COLUMNS, rows.shape[1]).transpose(1, 2).contiguous()
+    (out, width), full = rows.shape, len(rows) // COLUMNS
+    packed = rows.new_zeros(-(-out // COLUMNS), width, COLUMNS)
+    packed[:full] = rows[: full * COLUMNS].reshape(full, COLUMNS, width).transpose(1, 2)
+    if rest := out % COLUMNS:
+        packed[full, :, :rest] = rows[full * COLUMNS :].T
+    return packed
