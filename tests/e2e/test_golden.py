@@ -13,9 +13,9 @@ import httpx
 import pytest
 import torch
 
-from kvferry.kernels.cpu.invariance import num_threads
 from tests.e2e.cluster import ANSWER_TIMEOUT_S, Gateway, Node, cluster
 from tests.e2e.prompts import Prompt, all_prompts
+from tests.kernels.rows import threads
 
 NUM_TOKENS = 64
 MAX_PADDED = 100
@@ -58,7 +58,7 @@ def golden(smollm2: Path) -> list[Golden]:
 def _generate(model: Any, tokenizer: Any, rows: list[list[int]]) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of the text."""
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-    with torch.inference_mode(), num_threads(1):  # beside anything else that runs, two are much slower than one
+    with torch.inference_mode(), threads(1):  # beside anything else that runs, two are much slower than one
         out = model.generate(**batch, max_new_tokens=NUM_TOKENS, do_sample=False)
     made = []
     for row in out[:, batch["input_ids"].shape[1] :].tolist():
