@@ -9,9 +9,10 @@ Order is arrival, or priority and then arrival (`waiting.py`). Nobody starves, b
   - nobody passes the first in the queue, however small: it gets the next blocks and seats that come free. Those behind
     it wait for it to start, which is at the latest when the sequences that run now have ended. Only while it waits for
     a step's tokens alone may those that are to receive their KV take blocks that it does not need;
-  - of those with seats to wait for, the ones that own their blocks already (`received`) go first;
-  - a running prompt leaves half of a step's prompt tokens to running ones after it, to `received` ones, and to the
-    first in the queue if that half is all it needs, so that no long prompt keeps out what is small or has its KV;
+  - of those with seats to wait for, the ones that own their blocks already (`received`) go first, unless one has more
+    to compute than the step has room for and the first in the queue came before it;
+  - a running prompt leaves half of a step's prompt tokens to running ones after it, and to `received` ones and the
+    first in the queue that half is all they need, so that no long prompt keeps out what is small or has its KV;
   - a chunk of one prompt takes at most `long_prefill_token_threshold` tokens of a step, so that more progress;
   - under `priority`, a sequence is overtaken by at most `waiting.MAX_OVERTAKEN` later ones;
   - a sequence (not a beam) that was preempted `max_num_preemptions` times reserves blocks for all that it may still
@@ -29,6 +30,7 @@ from kvferry.services.engine.block_tables import BlockTables, Need
 from kvferry.services.engine.limits import SchedulerLimits
 from kvferry.services.engine.schedule import Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence, Status
+from kvferry.services.engine.shares import goes_first, num_startable, share_out
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.engine.waiting import WaitingQueue, order
 
@@ -125,31 +127,41 @@ class Scheduler:
         """Gives running prompts their chunks -> what is left of `budget`."""
         if not (prompts := [seq for seq in self.running if seq.num_uncomputed_tokens > 1]):
             return budget
-        behind = sum(seq.num_uncomputed_tokens for seq in prompts) + self._num_startable_tokens(budget // 2)
-        for seq in prompts:
-            behind -= seq.num_uncomputed_tokens
-            budget -= self._add_row(step, seq, budget - min(budget // 2, behind))
-        return budget
+        others = num_startable([*self._received_dues(), *self._first_due()], budget)
+        dues = [seq.num_uncomputed_tokens for seq in prompts]
+        counts = share_out(dues, others, budget, self.limits.long_prefill_token_threshold)
+        return budget - sum(self._add_row(step, seq, count) for seq, count in zip(prompts, counts, strict=True))
 
-    def _num_startable_tokens(self, most: int) -> int:
-        """What others than the running ones could compute now; of the queue, the first alone, if that finishes it."""
-        num_seats, num_tokens = self.num_seats, 0
+    def _received_dues(self) -> list[int]:
+        """Of those that have a seat, tokens to compute."""
+        num_seats, dues = self.num_seats, []
         for seq in self.received:
             if (num_seats := num_seats + seq.num_seats) > self.limits.max_num_seqs:
-                return num_tokens
-            num_tokens += max(seq.num_uncomputed_tokens, 1)
-        if self.waiting and num_seats + (first := self.waiting.first).num_seats <= self.limits.max_num_seqs:
-            need = self._need(first)
-            num_due = first.num_tokens - len(need.hits) * first.block_size
-            if not first.receive and num_due <= most and need.num_blocks <= self._num_free_for_newcomers:
-                num_tokens += max(num_due, 1)
-        return num_tokens
+                break
+            dues.append(seq.num_uncomputed_tokens)
+        return dues
+
+    def _first_due(self) -> list[int]:
+        """Tokens that the first in the queue has to compute; nothing: it has no seat or no blocks, or is to receive."""
+        if not self.waiting or (first := self.waiting.first).receive:
+            return []
+        num_seats = self.num_seats + sum(seq.num_seats for seq in self.received) + first.num_seats
+        if num_seats > self.limits.max_num_seqs:
+            return []
+        need = self._need(first)
+        if need.num_blocks > self._num_free_for_newcomers:
+            return []
+        return [first.num_tokens - len(need.hits) * first.block_size]
 
     def _start_more(self, step: Schedule, budget: int) -> None:
-        while budget > 0 and self.received and self._has_seats(self.received.first):
-            seq = self.received.pop()
-            self._tables.find_again(seq)
-            budget -= self._start(step, seq, budget)
+        while budget > 0 and self.received and self._has_seats(first := self.received.first):
+            earlier = bool(self.waiting) and self.waiting.first.arrival_s < first.arrival_s
+            if goes_first(first.num_uncomputed_tokens, budget, earlier and bool(self._first_due())):
+                self._tables.find_again(self.received.pop())
+                budget -= self._start(step, first, budget)
+            else:
+                self._reserve(self.waiting.first)
+                budget -= self._let_in(step, budget)
         self.admit(step, budget)
 
     def admit(self, step: Schedule, budget: int) -> None:
@@ -163,12 +175,16 @@ class Scheduler:
             if not self._reserve(seq):
                 self._short = seq
                 return
-            self.waiting.pop()
-            seq.admitted_s = seq.admitted_s or time.monotonic()
-            if seq.receive:
-                self._admit_receiving(seq, step)
-            else:
-                budget -= self._start(step, seq, budget)
+            budget -= self._let_in(step, budget)
+
+    def _let_in(self, step: Schedule, budget: int) -> int:
+        """The first in the queue, which has its blocks now -> tokens that it takes of `budget`."""
+        seq = self.waiting.pop()
+        seq.admitted_s = seq.admitted_s or time.monotonic()
+        if not seq.receive:
+            return self._start(step, seq, budget)
+        self._admit_receiving(seq, step)
+        return 0
 
     def _admit_receiving_behind(self, first: Sequence, step: Schedule) -> None:
         """`first` waits for tokens alone. Lets those in, in order, whose KV is to come, as far as it leaves blocks."""

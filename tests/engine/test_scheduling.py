@@ -242,6 +242,27 @@ def receive(engine: Engine, reports: list[StepReport], runner: FakeRunner, key: 
     engine.receive_ended(key, admitted.first_block + len(admitted.block_ids))
 
 
+def receive_some(
+    engine: Engine,
+    reports: list[StepReport],
+    runner: FakeRunner,
+    key: str,
+    prompt: list[int],
+    num_blocks: int,
+    behind: tuple[str, int] | None = None,
+) -> None:
+    """A receive that brings the first `num_blocks` blocks; `behind`: whom, though it has its own blocks first."""
+    seq = make_sequence(key, prompt, SamplingParams(max_tokens=1), receive=True)
+    engine.submit(seq)
+    (admitted,) = reports[-1].admitted
+    if behind is not None:
+        submit(engine, *behind)
+        (waiting,) = engine.scheduler.waiting
+        waiting.arrival_s = seq.arrival_s - 1.0
+    runner.fill(admitted.block_ids[:num_blocks], prompt, 0)
+    engine.receive_ended(key, num_blocks)
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_step_ms": 30.0}, {"long_prefill_token_threshold": 12}])
 def test_what_was_received_starts_beside_a_long_prompt(limits: dict[str, Any]) -> None:
     engine, runner, reports = make_engine(num_blocks=200, **limits)
@@ -303,3 +324,21 @@ def test_what_is_to_be_received_gets_blocks_while_the_head_waits_for_tokens_alon
     while not any(report.admitted for report in reports):
         assert engine.step()
     assert "head" in {seq.key for seq in engine.scheduler.running}, "what was to be received took the head's blocks"
+
+
+def test_a_long_rest_of_what_was_received_passes_nobody_who_came_before_it() -> None:
+    """A prefill node: blocks of the last one's beginning have been pulled while the two before it wait for tokens."""
+    engine, runner, reports = make_engine(num_blocks=200)
+    for key in ("running", "first", "second"):
+        submit(engine, key, 10 * BLOCK)
+        engine.step()
+    receive_some(engine, reports, runner, "pulled", [1] * (100 * BLOCK), 2)
+    assert run(engine, reports) == ["running", "first", "second", "pulled"]
+
+
+def test_what_was_received_begins_where_who_came_before_it_finds_no_blocks() -> None:
+    engine, runner, reports = make_engine(num_blocks=40)
+    submit(engine, "running", 10 * BLOCK)
+    engine.step()
+    receive_some(engine, reports, runner, "pulled", [1] * (8 * BLOCK), 1, behind=("large", 25 * BLOCK))
+    assert run(engine, reports) == ["running", "pulled", "large"]

@@ -10,6 +10,7 @@ has sent itself; blocks enter the index as they are filled. Times of steps come 
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ class Simulation:
         self.served: list[Served] = []
         self.index = MemoryIndex(lambda: self.now_s)
         self.ledger = Ledger(lambda: self.now_s)
+        self.turns = itertools.count()
         self._fleet, self._profile, self._policy = fleet, profile, policy
         self._rng = random.Random(f"{seed}/simulation")
         self._events: list[tuple[float, int, Callable[[], Awaitable[None] | None]]] = []
@@ -250,21 +252,21 @@ class _Way:
             self._sim.keep(node, self._request.blocks[: prompt.position // BLOCK_TOKENS])
             on_chunk(node, prompt)
 
-        def start(have: int) -> None:
-            prompt.position = prompt.num_cached = have * BLOCK_TOKENS
-            prompt.find = find
+        def start(have: int, *, received: bool) -> None:
+            prompt.position = have * BLOCK_TOKENS
             self._sent = self._held(self._decode) * BLOCK_TOKENS
-            node.prompts.append(prompt)
+            node.prompts.add(prompt, received=received)
             self._sim.wake(node)
 
-        prompt = Prompt(0, self._request.num_tokens, computed, names=self._request.blocks, number=self._request.number)
+        request = self._request
+        prompt = Prompt(next(self._sim.turns), 0, request.num_tokens, computed, find, request.blocks, request.number)
         extra = (reachable - held) * BLOCK_TOKENS
         move_s = HAND_OVER_S + extra * self._sim.kv_bytes_per_token / self._sim.bytes_per_s
         rate = node.times.prefill_tokens_per_s or 1000.0
         if self._sim.pulls and extra > 0 and move_s < extra / rate:
-            self._sim.move(node, extra, lambda: start(reachable))
+            self._sim.move(node, extra, lambda: start(reachable, received=True))
         else:
-            start(held)
+            start(held, received=False)
 
     def _decode_computed(self, node: SimNode, prompt: Prompt) -> None:
         if prompt.left:

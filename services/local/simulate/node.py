@@ -1,19 +1,22 @@
 """A simulated node: steps of measured length, a pool with an LRU cache, a queue of prompts, running streams.
 
-What a node does in a step is what ours do: first one token of each stream, then prompt tokens of its queue in order, as
-many as its budget has room for. Time is that of the simulation, in seconds.
+What a node does in a step is what ours do: first one token of each stream, then as many prompt tokens as its budget has
+room for, shared by the engine's own rule (`engine/shares.py`). Time is that of the simulation, in seconds.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvferry.common.nodes import BlockAccounts, LayoutCard, NodeLoad, NodeRecord, Role, num_positions
+from kvferry.services.engine.shares import goes_first, num_startable, share_out
 from kvferry.services.engine.step_times import StepTimes
 from kvferry.services.local.simulate.profile import NodeProfile
 from kvferry.services.local.simulate.trace import BLOCK_TOKENS
@@ -66,13 +69,15 @@ class Pool:
 class Prompt:
     """Tokens `[position, end)` are to be computed. `on_chunk(tokens)` after each step, also after the last.
 
-    `find`: how many tokens the node has cached, asked when its turn comes; None: no more. `names`: of its blocks.
+    `turn`: order of arrival. `find`: how many tokens the node has cached, asked when it begins. `names`: of its blocks.
+    `number`: of its request.
     """
 
+    turn: int
     position: int
     end: int
     on_chunk: Callable[[int], None]
-    find: Callable[[], int] | None = None
+    find: Callable[[], int]
     names: tuple[bytes, ...] = ()
     number: int = 0
     num_cached: int = 0
@@ -81,11 +86,56 @@ class Prompt:
     def left(self) -> int:
         return self.end - self.position
 
+    @property
+    def due(self) -> int:
+        """Tokens to compute if it began now."""
+        return self.end - max(self.position, self.find())
+
     def begin(self) -> None:
         """Its turn comes."""
-        if self.find is not None:
-            self.position, self.find = max(self.position, self.find()), None
-            self.num_cached = self.position
+        self.position = self.num_cached = max(self.position, self.find())
+
+
+_turn = attrgetter("turn")
+
+
+class PromptQueue:
+    """A node's prompts, each of the three in the order of arrival. `received` ones have pulled blocks."""
+
+    def __init__(self) -> None:
+        self.running: list[Prompt] = []
+        self.received: list[Prompt] = []
+        self.waiting: list[Prompt] = []
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.received) + len(self.waiting)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return itertools.chain(self.running, self.received, self.waiting)
+
+    def add(self, prompt: Prompt, *, received: bool) -> None:
+        bisect.insort(self.received if received else self.waiting, prompt, key=_turn)
+
+    def share_out(self, budget: int) -> list[tuple[Prompt, int]]:
+        """Which prompt computes how many tokens of a step."""
+        others = num_startable((prompt.due for prompt in (*self.received, *self.waiting[:1])), budget)
+        counts = share_out([prompt.left for prompt in self.running], others, budget)
+        chunks = list(zip(self.running, counts, strict=True))
+        budget -= sum(counts)
+        while budget > 0 and (self.received or self.waiting):
+            prompt = self._next(budget)
+            prompt.begin()
+            bisect.insort(self.running, prompt, key=_turn)
+            chunks.append((prompt, min(prompt.left, budget)))
+            budget -= chunks[-1][1]
+        return [(prompt, count) for prompt, count in chunks if count]
+
+    def _next(self, budget: int) -> Prompt:
+        if not self.received or not self.waiting:
+            return (self.received or self.waiting).pop(0)
+        received, first = self.received[0], self.waiting[0]
+        is_received = goes_first(received.due, budget, first.turn < received.turn)
+        return (self.received if is_received else self.waiting).pop(0)
 
 
 @dataclass(slots=True)
@@ -104,7 +154,7 @@ class SimNode:
     ) -> None:
         self.record = NodeRecord(f"i-{node_id}", node_id, role, f"{node_id}:1", "simulated", card, 2**30)
         self.pool = pool
-        self.prompts: deque[Prompt] = deque()
+        self.prompts = PromptQueue()
         self.waiting: deque[tuple[int, Callable[[], None]]] = deque()  # for room: blocks, and what then
         self.times = StepTimes()
         self.step_ms = 0.0
@@ -135,8 +185,8 @@ class SimNode:
         )
         waiting = list(self._uncomputed())
         return NodeLoad(
-            num_running=self.num_streams + len(self._joining) + len(self._chunks),
-            num_waiting=len(self.waiting) + len(self.prompts) - len(self._chunks),
+            num_running=self.num_streams + len(self._joining) + len(self.prompts.running),
+            num_waiting=len(self.waiting) + len(self.prompts) - len(self.prompts.running),
             num_waiting_tokens=sum(end - start for start, end in waiting),
             num_waiting_positions=sum(num_positions(start, end) for start, end in waiting),
             num_blocks=self.pool.num_blocks,
@@ -152,11 +202,12 @@ class SimNode:
     def _uncomputed(self) -> Iterator[tuple[int, int]]:
         """As the scheduler tells it."""
         coming: set[bytes] = set()
-        for prompt in self.prompts:
-            start = prompt.position
-            if prompt.find is not None:
-                shared = bisect.bisect(prompt.names, False, key=lambda name: name not in coming) * BLOCK_TOKENS
-                start = min(max(start, prompt.find(), shared), prompt.end - 1)
+        for prompt in itertools.chain(self.prompts.running, self.prompts.received):
+            coming.update(prompt.names)
+            yield prompt.position, prompt.end
+        for prompt in self.prompts.waiting:
+            shared = bisect.bisect(prompt.names, False, key=lambda name: name not in coming) * BLOCK_TOKENS
+            start = min(max(prompt.end - prompt.due, shared), prompt.end - 1)
             coming.update(prompt.names)
             yield start, prompt.end
 
@@ -167,16 +218,10 @@ class SimNode:
     def begin_step(self) -> float | None:
         """Seconds that the next step takes; None: nothing to do."""
         streams = self._streams
-        self._chunks, sequences = [], self.num_streams + len(self._joining)
-        budget, prompt_tokens, seen = self._budget(sequences), 0, 0
-        for prompt in self.prompts:
-            if budget <= 0:
-                break
-            prompt.begin()
-            count = min(prompt.left, budget)
-            self._chunks.append((prompt, count))
-            seen += num_positions(prompt.position, prompt.position + count)
-            prompt_tokens, budget = prompt_tokens + count, budget - count
+        sequences = self.num_streams + len(self._joining)
+        self._chunks = self.prompts.share_out(self._budget(sequences))
+        prompt_tokens = sum(count for _, count in self._chunks)
+        seen = sum(num_positions(prompt.position, prompt.position + count) for prompt, count in self._chunks)
         self.is_running = bool(sequences or self._chunks)
         if not self.is_running:
             return None
@@ -205,7 +250,7 @@ class SimNode:
         for prompt, count in chunks:
             prompt.position += count
             if not prompt.left:
-                self.prompts.remove(prompt)
+                self.prompts.running.remove(prompt)
             prompt.on_chunk(count)
 
     def _end_streams(self) -> None:
@@ -232,8 +277,8 @@ class SimNode:
         most = self._profile.max_num_batched_tokens
         if self.record.role is Role.PREFILL or not sequences:
             return most
-        begun = self.prompts[0].position if self.prompts else 0
-        fit = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=True, position=begun)
+        deepest = max((prompt.position for prompt in self.prompts.running), default=0)
+        fit = self.times.prompt_tokens_within(MAX_STEP_MS, decoding=True, position=deepest)
         return min(most, max(fit, MIN_CHUNK)) if fit is not None else 2 * MIN_CHUNK
 
     def local_limit(self) -> int:
