@@ -37,6 +37,7 @@ class ClusterWire:
         self._slots: dict[str, int] = {}
         self._refreshing = asyncio.Lock()
         self._refreshed_at = float("-inf")
+        self._why_no_map = ""
         self._background: asyncio.Task[None] | None = None
         self._asking: set[asyncio.Task[list[Any]]] = set()
         self._silent_until: dict[Address, float] = {}
@@ -148,7 +149,7 @@ class ClusterWire:
         """Asks the nodes one after the other for the map. Raises IndexUnavailable when there is none yet."""
         async with self._refreshing:
             if time.monotonic() - self._refreshed_at < MIN_REFRESH_S:
-                return
+                return self._need_map()
             errors: list[object] = []
             talking = sorted(self._wires, key=self._silent_until.__contains__)
             for wire in (*(self._wires[address] for address in talking), self._seed):
@@ -162,9 +163,12 @@ class ClusterWire:
                 elif reply:
                     await self._take(reply, wire)
                     return
-            self._refreshed_at = time.monotonic()
-            if not self._ranges:
-                raise IndexUnavailable(f"Redis Cluster at {self.where}: no map of slots: {'; '.join(map(str, errors))}")
+            self._refreshed_at, self._why_no_map = time.monotonic(), "; ".join(map(str, errors))
+            self._need_map()
+
+    def _need_map(self) -> None:
+        if not self._ranges:
+            raise IndexUnavailable(f"Redis Cluster at {self.where}: no map of slots: {self._why_no_map}")
 
     async def _take(self, reply: Sequence[Any], source: RedisWire) -> None:
         """An empty host is the one that was asked."""

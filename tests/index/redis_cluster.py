@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import redis
+import trustme
 
 SLOTS = 16384
 _BUS = 10_000  # a node's bus port lies so far above its own
@@ -31,11 +32,42 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+class Secured:
+    """A password, an authority, and a certificate that it has signed for loopback: what a Redis with TLS is given."""
+
+    password = "secret"
+
+    def __init__(self, folder: Path) -> None:
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1", "localhost")
+        self.authority, self._certificate, self._key = (folder / f"{name}.pem" for name in ("ca", "cert", "key"))
+        authority.cert_pem.write_to_path(self.authority)
+        certificate.cert_chain_pems[0].write_to_path(self._certificate)
+        certificate.private_key_pem.write_to_path(self._key)
+
+    def flags(self, port: int) -> list[str]:
+        files = [
+            "--tls-cert-file",
+            self._certificate,
+            "--tls-key-file",
+            self._key,
+            "--tls-ca-cert-file",
+            self.authority,
+        ]
+        return [
+            *("--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"),
+            *("--requirepass", self.password, *map(str, files)),
+        ]
+
+    def url(self, address: str) -> str:
+        return f"rediss://:{self.password}@{address}?ssl_ca_certs={self.authority}"
+
+
 class RedisCluster:
     """Each master has a third of the slots. Nothing is kept on disk but the map of the cluster."""
 
-    def __init__(self, binary: Path, folder: Path) -> None:
-        self._binary, self._folder = binary, folder
+    def __init__(self, binary: Path, folder: Path, secured: Secured | None = None) -> None:
+        self._binary, self._folder, self.secured = binary, folder, secured
         self.ports = free_ports(3)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for port in self.ports:
@@ -50,13 +82,20 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.ports[0]}?cluster=true"
+        address = f"127.0.0.1:{self.ports[0]}"
+        return f"{self.secured.url(address)}&cluster=true" if self.secured else f"redis://{address}?cluster=true"
 
     def admin(self, port: int) -> redis.Redis:
-        return redis.Redis(port=port)
+        if self.secured is None:
+            return redis.Redis(port=port)
+        return redis.Redis(port=port, ssl=True, ssl_ca_certs=self.secured.authority, password=self.secured.password)
 
     def start(self, port: int) -> None:
-        command = [self._binary, "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", ""]
+        command = [self._binary, "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", ""]
+        if self.secured is None:
+            command += ["--port", str(port)]
+        else:
+            command += [*self.secured.flags(port), "--tls-cluster", "yes", "--masterauth", self.secured.password]
         command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(self._folder), "--loglevel", "warning"]
         command += ["--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
         self._processes[port] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -80,7 +119,8 @@ class RedisCluster:
         self.admin(target).execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
         self.admin(source).execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
         keys = self.admin(source).execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
-        self.admin(source).execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
+        login = ["AUTH", self.secured.password] if self.secured else []
+        self.admin(source).execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, *login, "KEYS", *keys)
 
     def finish_move(self, slot: int, source: int, target: int) -> None:
         owner = self.admin(target).execute_command("CLUSTER", "MYID").decode()

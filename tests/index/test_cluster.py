@@ -1,4 +1,7 @@
-"""The index in a real Redis Cluster: as in one Redis, and with a master away the rest still tells."""
+"""The index in a real Redis Cluster: as in one Redis, and with a master away the rest still tells.
+
+All of it in a plain one, and in one that wants TLS and a password: the system's redis-server, the bundled has no TLS.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,20 @@ from kvferry.services.index.base import Matches
 from kvferry.services.index.keys import NUM_TAGS, Keys
 from kvferry.services.index.open import open_index
 from tests.index.conformance import CHECKS, TTL_S, chain, node
-from tests.index.redis_cluster import RedisCluster
+from tests.index.redis_cluster import RedisCluster, Secured
 from tests.index.servers import binaries
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def redis_cluster(tmp_path_factory):
-    cluster = RedisCluster(list(binaries().values())[-1], tmp_path_factory.mktemp("redis-cluster"))
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def redis_cluster(request, tmp_path_factory):
+    folder, secured = tmp_path_factory.mktemp("redis-cluster"), None
+    if request.param == "tls":
+        if "system" not in binaries():
+            pytest.skip("no redis-server of the system: only that one has TLS")
+        secured = Secured(folder)
+    cluster = RedisCluster(list(binaries().values())[-1], folder, secured)
     yield cluster
     cluster.stop()
 
@@ -142,10 +150,12 @@ def test_a_slot_on_its_way_to_another_master_is_asked_for_there(redis_cluster):
 
 
 def test_a_password_opens_every_master_and_without_it_none_does(redis_cluster):
+    plain = redis_cluster.url.replace(":secret@", "")
+
     async def run() -> None:
         namespace, names = f"cluster-{next(_numbers)}", chain(200)
-        open_one = open_index(redis_cluster.url.replace("//", "//:secret@"), namespace, timeout_s=20)
-        shut_out = open_index(redis_cluster.url, namespace, timeout_s=20)
+        open_one = open_index(plain.replace("//", "//:secret@"), namespace, timeout_s=20)
+        shut_out = open_index(plain, namespace, timeout_s=20)
         try:
             await open_one.announce(node("a"), TTL_S)
             await open_one.store("a", names)
@@ -156,6 +166,8 @@ def test_a_password_opens_every_master_and_without_it_none_does(redis_cluster):
             await open_one.aclose()
             await shut_out.aclose()
 
+    if redis_cluster.secured:
+        return asyncio.run(run())
     for port in redis_cluster.ports:
         redis_cluster.admin(port).config_set("requirepass", "secret")
     try:
@@ -163,6 +175,24 @@ def test_a_password_opens_every_master_and_without_it_none_does(redis_cluster):
     finally:
         for port in redis_cluster.ports:
             redis.Redis(port=port, password="secret").config_set("requirepass", "")
+
+
+@pytest.mark.parametrize("redis_cluster", ["tls"], indirect=True)
+def test_a_cluster_whose_certificates_an_unknown_authority_has_signed_is_refused(redis_cluster, tmp_path):
+    url = redis_cluster.url.replace(str(redis_cluster.secured.authority), str(Secured(tmp_path).authority))
+
+    async def run() -> None:
+        index = open_index(url, timeout_s=20)
+        try:
+            with pytest.raises(IndexUnavailable, match=r"(?i)certificate verify failed") as caught:
+                await index.nodes()
+            assert "secret" not in str(caught.value)
+            with pytest.raises(IndexUnavailable, match=r"(?i)certificate verify failed"):
+                await index.match(chain(4))
+        finally:
+            await index.aclose()
+
+    asyncio.run(run())
 
 
 async def _is_known_again(index, names) -> bool:

@@ -8,47 +8,40 @@ import subprocess
 
 import pytest
 import redis
-import trustme
 
 from kvferry.common.errors import IndexUnavailable
 from kvferry.services.index.open import open_index
 from tests.index.conformance import TTL_S, chain, node
-from tests.index.redis_cluster import free_ports
+from tests.index.redis_cluster import Secured, free_ports
 from tests.index.servers import binaries
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory):
-    """Its address without a password, and the file of the authority that signed its certificate."""
+    """Its address, and what it was given."""
     binary = binaries().get("system")
     if binary is None:
         pytest.skip("no redis-server of the system: only that one has TLS")
-    folder, authority = tmp_path_factory.mktemp("redis-tls"), trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    certificate.private_key_pem.write_to_path(folder / "key.pem")
-    (port,) = free_ports(1)
-    command = [binary, "--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret"]
-    command += ["--tls-cert-file", folder / "cert.pem", "--tls-key-file", folder / "key.pem", "--save", ""]
-    command += ["--tls-ca-cert-file", folder / "ca.pem", "--tls-auth-clients", "no", "--dir", folder]
+    folder = tmp_path_factory.mktemp("redis-tls")
+    secured, (port,) = Secured(folder), free_ports(1)
+    command = [binary, *secured.flags(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "Ready to accept connections" in line:
             break
     else:
         pytest.skip("the system's redis-server has no TLS")
-    yield f"127.0.0.1:{port}", folder / "ca.pem"
+    yield f"127.0.0.1:{port}", secured
     process.kill()
     process.wait()
     process.stdout.close()
 
 
 def test_the_index_works_over_tls_with_a_password(secured):
-    address, authority = secured
+    address, given = secured
 
     async def run() -> None:
-        index = open_index(f"rediss://:secret@{address}?ssl_ca_certs={authority}", timeout_s=20)
+        index = open_index(given.url(address), timeout_s=20)
         await index.announce(node("a"), TTL_S)
         await index.store("a", chain(3))
         assert (await index.match(chain(4))).held == {"a": 3}
@@ -59,9 +52,9 @@ def test_the_index_works_over_tls_with_a_password(secured):
 
 @pytest.mark.parametrize("user", [":wrong@", ""], ids=["wrong password", "no password"])
 def test_a_refused_password_is_said_without_it(secured, user):
-    address, authority = secured
+    address, given = secured
     with pytest.raises(IndexUnavailable) as caught:
-        asyncio.run(_nodes(f"rediss://{user}{address}?ssl_ca_certs={authority}"))
+        asyncio.run(_nodes(given.url(address).replace(":secret@", user)))
     assert "wrong@" not in str(caught.value)
     assert (
         isinstance(caught.value.__cause__, redis.AuthenticationError)
