@@ -18,11 +18,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from benchmarks.load import Call, random_prompt, run_calls, summary
 
@@ -65,20 +67,22 @@ def cluster(flags: tuple[str, ...], model: str) -> Iterator[str]:
         port = s.getsockname()[1]
     command = [sys.executable, "-m", "kvferry.services.local.cli", "up", *flags, "--model", model]
     command += ["--served-model-name", "bench", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        _wait_ready(process, f"http://127.0.0.1:{port}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    with tempfile.TemporaryFile() as said:  # a pipe that nobody reads stops who writes to it
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            _wait_ready(process, said, f"http://127.0.0.1:{port}")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], said: IO[bytes], url: str) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"kvferry up ended with {process.returncode}: {(process.stderr or sys.stdin).read()!r}")
+            said.seek(0)
+            raise SystemExit(f"kvferry up ended with {process.returncode}: {said.read()!r}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=1):
             return
         time.sleep(0.2)
