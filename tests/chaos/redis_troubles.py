@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager
 
 import redis
 
-from tests.e2e.cluster import Cluster, Process
+from kvferry.services.index.runs import packed
+from tests.e2e.cluster import Cluster, Node, Process
 
+NAMESPACE = "kvferry"
 ANSWERS_EACH = 5
 ANSWERS_BETWEEN = 2
 SLOW_S = 0.2
@@ -35,6 +37,13 @@ class Redis:
         self._process.stop(signal.SIGKILL)
         yield
         self._process.start()
+
+    @contextlib.asynccontextmanager
+    async def restarted(self) -> AsyncIterator[None]:
+        """It is back at once, and empty."""
+        self._process.stop(signal.SIGKILL)
+        self._process.start()
+        yield
 
     @contextlib.asynccontextmanager
     async def hanging(self) -> AsyncIterator[None]:
@@ -67,7 +76,16 @@ class Redis:
 
     @property
     def troubles(self) -> Sequence[Callable[[], AbstractAsyncContextManager[None]]]:
-        return (self.hanging, self.flushed, self.killed, self.slow)
+        return (self.hanging, self.flushed, self.killed, self.slow, self.restarted)
+
+    def num_told_by(self, node: Node) -> int:
+        """Blocks that it says this node holds."""
+        number = self._client.hget(f"{{{NAMESPACE}}}:node:{node.record().node_id}", "number")
+        if number is None:
+            return 0
+        holder = packed(int(number))
+        values = (self._client.get(key) or b"" for key in self._client.scan_iter(f"{NAMESPACE}:b:*", count=1000))
+        return sum(holder in (value[at : at + 4] for at in range(0, len(value), 4)) for value in values)
 
 
 class Answers:

@@ -264,7 +264,7 @@ def test_the_chaos_run_would_see_a_wrong_block(
 def test_whatever_happens_to_redis_every_answer_is_right_and_everything_is_known_again(
     tiny_model: Path, tmp_path: Path, bodies: list[dict[str, Any]], want: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It hangs, is emptied, is killed and slow, each while requests run."""
+    """It hangs, is emptied, is killed, slow, and restarted, one after the other while requests run."""
 
     async def run(chaos_run: Chaos) -> list[str]:
         answers, started = Answers(), time.monotonic()
@@ -283,7 +283,7 @@ def test_whatever_happens_to_redis_every_answer_is_right_and_everything_is_known
         with capsys.disabled():
             print(f"\nchaos of Redis, {', '.join(troubles)}: {made.summary}; leaks = {leaks}")
         assert made.summary.num_wrong == made.summary.num_errors == leaks == 0
-        assert set(troubles) == {"hanging", "flushed", "killed", "slow"}
+        assert set(troubles) == {"hanging", "flushed", "killed", "slow", "restarted"}
         assert made.gateway.metric("kvferry:index_lookup_failures_total") > 0, "nobody has asked while it was away"
         assert made.summary.num_received > 0, "nothing was handed over at all"
         first = max((body["prompt"] for body in bodies[:AT_ONCE]), key=len)
