@@ -1,4 +1,8 @@
-"""`ucx_perftest`, which lies in ucxx's wheel, as the yardstick of transport `ucx`: the same library, the same wire."""
+"""`ucx_perftest`, which lies in ucxx's wheel, as the yardstick of transport `ucx`: the same library, the same wire.
+
+It runs with the environment of this process, which is UCX's defaults and what the user set, and with endpoints that
+notice a dead peer (`-e`), as ours do: UCX leaves shared memory between processes out for those.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,35 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.link import Link
+
 MESSAGE_BYTES = 2**21
 """As long as a run of blocks of ours."""
-_NUM_MESSAGES = 300
+MODES: dict[str, tuple[str, ...]] = {"polling": (), "sleeping": ("-I", "-E", "sleep")}
+"""Where cores are few the one that sleeps may be the faster."""
+_NUM_MESSAGES = 500
 _START_S = 20.0
 
 
-def tag_rate() -> float:
-    """Bytes per second of tagged messages between two processes here, over what UCX_TLS says. Raises RuntimeError."""
-    folder = _libucx()
+def tag_rate(link: Link | None = None, mode: Sequence[str] = ()) -> float:
+    """Bytes per second of tagged messages between two processes, over loopback or `link`. Raises RuntimeError."""
+    folder = libucx()
     libs = [folder / "lib", *folder.parent.glob("libucx_*.libs")]
     env = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(map(str, libs))}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command = [str(folder / "bin" / "ucx_perftest"), "-p", port]
+    command = [str(folder / "bin" / "ucx_perftest"), "-p", port, "-e", *mode]
     what = ["-t", "tag_bw", "-s", str(MESSAGE_BYTES), "-n", str(_NUM_MESSAGES), "-w", "20", "-f"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    serve, host = (link.owner.command(*command), link.owner.address) if link else (command, "127.0.0.1")
+    with subprocess.Popen(serve, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             _wait_for(int(port), server)
             done = subprocess.run(
-                [*command, "127.0.0.1", *what], env=env, capture_output=True, text=True, timeout=120, check=False
+                [*command, host, *what], env=env, capture_output=True, text=True, timeout=120, check=False
             )
         finally:
             server.kill()
@@ -38,7 +48,8 @@ def tag_rate() -> float:
     return float(rows[-1][-3]) * 2**20  # MB/s overall, before the two message rates
 
 
-def _libucx() -> Path:
+def libucx() -> Path:
+    """Where its programs and libraries lie. Raises RuntimeError when it is not installed."""
     spec = find_spec("libucx")
     if spec is None or spec.origin is None:
         raise RuntimeError("libucx is not installed: pip install 'kvferry[ucx]'")
@@ -47,8 +58,8 @@ def _libucx() -> Path:
 
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
     """Until it listens: looked up, not tried, since it serves one connection only."""
-    deadline, wanted = time.monotonic() + _START_S, f":{port:04X} "
-    while not any(wanted in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+    deadline, wanted, table = time.monotonic() + _START_S, f":{port:04X} ", Path(f"/proc/{server.pid}/net/tcp")
+    while not any(wanted in line and " 0A " in line for line in table.read_text().splitlines()):
         if server.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError("the server of ucx_perftest does not come up")
         time.sleep(0.02)

@@ -36,15 +36,22 @@ _GOODBYE_S = 0.02
 
 
 def load_ucxx() -> Any:
-    """The low-level module of ucxx. Raises ConfigError that says how to get it."""
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    os.environ.setdefault("UCX_RNDV_FRAG_MEM_TYPE", "host")
+    """The low-level module of ucxx. Raises ConfigError that says how to get it.
+
+    What the import writes into the environment is taken back: ucxx's settings are made for GPUs, and UCX_MAX_RNDV_RAILS=1
+    alone costs four fifths of the rate over TCP. UCX reads the environment later, so its own defaults count, or the user's.
+    """
+    before = set(os.environ)
     try:
         return importlib.import_module("ucxx._lib.libucxx")
     except (ImportError, OSError) as exc:  # not installed, or a library of its own is missing
         raise ConfigError(
             f"transport 'ucx' needs ucxx ({exc}): pip install 'kvferry[ucx]', or leave ucx out of --transports"
         ) from exc
+    finally:
+        for name in set(os.environ) - before:
+            if name.startswith("UCX_"):
+                del os.environ[name]
 
 
 @dataclass(frozen=True, slots=True)
