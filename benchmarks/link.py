@@ -28,7 +28,7 @@ class End:
     address: str
 
     def enter(self) -> None:
-        """Puts this process there for good, before it starts threads. UCX looks for devices in /sys, which is of a namespace."""
+        """Puts this process there for good, before it starts threads; with a /sys that shows its devices to UCX."""
         with open(f"/run/netns/{self.namespace}") as handle:
             _check(_libc.setns(handle.fileno(), _CLONE_NEWNET))
         _check(_libc.unshare(_CLONE_NEWNS))

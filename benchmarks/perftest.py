@@ -1,7 +1,7 @@
 """`ucx_perftest`, which lies in ucxx's wheel, as the yardstick of transport `ucx`: the same library, the same wire.
 
-It runs with the environment of this process, which is UCX's defaults and what the user set, and with endpoints that
-notice a dead peer (`-e`), as ours do: UCX leaves shared memory between processes out for those.
+It runs with UCX's defaults and what the user set, and with kvferry's settings in their place, polling and sleeping.
+Always with endpoints that notice a dead peer (`-e`), as ours do: UCX leaves shared memory of processes out for those.
 """
 
 from __future__ import annotations
@@ -10,30 +10,42 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.link import Link
+from kvferry.services.transfer.ucx_thread import SETTINGS
 
 MESSAGE_BYTES = 2**21
 """As long as a run of blocks of ours."""
-MODES: dict[str, tuple[str, ...]] = {"polling": (), "sleeping": ("-I", "-E", "sleep")}
+MODES = {"polling": (), "sleeping": ("-I", "-E", "sleep")}
 """Where cores are few the one that sleeps may be the faster."""
-_NUM_MESSAGES = 500
+_NUM_MESSAGES = 300
 _START_S = 20.0
 
 
-def tag_rate(link: Link | None = None, mode: Sequence[str] = ()) -> float:
-    """Bytes per second of tagged messages between two processes, over loopback or `link`. Raises RuntimeError."""
+def rates(wire: Link | None) -> dict[str, float]:
+    """Bytes per second of tagged messages between two processes, over loopback or `wire`. Raises RuntimeError."""
+    envs = environments()
+    return {f"{whose} {mode}": _tag_rate(wire, MODES[mode], env) for whose, env in envs.items() for mode in MODES}
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """With whose settings it runs."""
+    ours = {f"UCX_{name}": value for name, value in SETTINGS.items()}
+    return {"UCX's": dict(os.environ), "ours": ours | dict(os.environ)}
+
+
+def _tag_rate(wire: Link | None, mode: Sequence[str], env: Mapping[str, str]) -> float:
     folder = libucx()
     libs = [folder / "lib", *folder.parent.glob("libucx_*.libs")]
-    env = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(map(str, libs))}
+    env = {**env, "LD_LIBRARY_PATH": os.pathsep.join(map(str, libs))}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [str(folder / "bin" / "ucx_perftest"), "-p", port, "-e", *mode]
     what = ["-t", "tag_bw", "-s", str(MESSAGE_BYTES), "-n", str(_NUM_MESSAGES), "-w", "20", "-f"]
-    serve, host = (link.owner.command(*command), link.owner.address) if link else (command, "127.0.0.1")
+    serve, host = (wire.owner.command(*command), wire.owner.address) if wire else (command, "127.0.0.1")
     with subprocess.Popen(serve, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             _wait_for(int(port), server)

@@ -1,14 +1,15 @@
 """Block transfer between two processes: rate, CPU time and latency of each transport, beside a plain memory copy.
 
     python -m benchmarks transfer [--transports shm,ucx,grpc] [--block-bytes 46080,...] [--blocks 1,32,256,1024,4096]
-                                  [--max-mb 256] [--seconds 0.5]
+                                  [--max-mb 256] [--seconds 0.5] [--shuffled] [--link 10gbit]
 
 Before any figure each transport has to bring every block of the pool, in shuffled order, byte for byte. Rounds of the
 transports and of the copies are interleaved; rates are medians. *Of copy* is the share of a plain copy of as many
 bytes, which for few bytes is one within the cache, *of memory* that of a plain copy of 256 MiB, before and after. Each
 one that is timed follows one of its own kind, so that none writes back what another left in the cache. CPU time is that
 of both processes. Pulls above `--max-mb` are left out. ucx runs over what UCX_TLS says, and without it over whatever
-UCX finds on this host; pulls of 8 MB and more are compared with `ucx_perftest` over the same.
+UCX finds; pulls of 8 MB and more are compared with `ucx_perftest` over the same. `--link 10gbit` puts owner and reader
+into two network namespaces with a wire of that rate between them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import psutil
 
+from benchmarks import perftest
 from benchmarks.link import End, Link, link
-from benchmarks.perftest import MODES, tag_rate
 from kvferry.common.nodes import LayoutCard
 from kvferry.proto import kvferry_pb2_grpc as pb_grpc
 from kvferry.services.rpc.aio import Server
@@ -180,13 +181,13 @@ def print_rows(block_bytes: int, count: int, found: dict[str, Measured], memory_
               f"{rate / memory_rate:9.1%} {1e3 * median_s:10.3f} {cpu}", flush=True)  # fmt: skip
 
 
-def print_perftest(block_bytes: int, count: int, ucx: Measured, rates: dict[str, list[float]]) -> None:
-    """The mode with the higher median is the yardstick."""
+def print_perftest(block_bytes: int, count: int, ucx: Measured, rates: list[dict[str, float]]) -> None:
+    """Of each way to run it the median; the best of these is the yardstick."""
     rate = block_bytes * count / statistics.median(ucx.seconds)
-    texts = [f"{mode} {' '.join(f'{r / 1e6:.0f}' for r in found)}" for mode, found in rates.items()]
-    best = max(statistics.median(found) for found in rates.values())
-    print(f"{block_bytes:10,d} {count:7,d}  perftest {', '.join(texts)} MB/s: ucx reaches {rate / best:.0%} of it",
-          flush=True)  # fmt: skip
+    medians = {way: statistics.median(found[way] for found in rates) for way in rates[0]}
+    texts = (f"{way} {median / 1e6:.0f}" for way, median in medians.items())
+    print(f"{block_bytes:10,d} {count:7,d}  perftest {', '.join(texts)} MB/s: "
+          f"ucx reaches {rate / max(medians.values()):.0%} of the best", flush=True)  # fmt: skip
 
 
 async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str, ...], wire: Link | None) -> None:
@@ -201,12 +202,12 @@ async def run(args: argparse.Namespace, block_bytes: int, transports: tuple[str,
                 await check(name, puller, peer, said, segment, source)
             for count in counts:
                 compares = "ucx" in transports and count * block_bytes >= PERFTEST_MIN_BYTES
-                rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+                rates: list[dict[str, float]] = []
                 found = {name: Measured() for name in ("copy", *reader)}
                 memory = memory_rates(*large)
                 for _ in range(rounds := PERFTEST_ROUNDS if compares else 1):
-                    for mode, options in MODES.items() if compares else ():
-                        rates[mode].append(await asyncio.to_thread(tag_rate, wire, options))
+                    if compares:
+                        rates.append(await asyncio.to_thread(perftest.rates, wire))
                     ids = [int(i) for i in order(count)]
                     await measure(reader, said, segment, source, ids, found, args.seconds / rounds)
                 memory += memory_rates(*large)

@@ -28,18 +28,28 @@ log = logging.getLogger("kvferry.transfer")
 Endpoint = Any
 Request = Any
 
+SETTINGS = {
+    "TLS": "^cuda",  # memory of a GPU is never touched here
+    "KEEPALIVE_INTERVAL": "2s",  # a silent peer is asked so soon, not after 20 s
+    "RNDV_THRESH": "64k",  # a run goes from the sender's memory to the receiver's;
+    "RNDV_SCHEME": "put_zcopy",  # what UCX picks by itself over TCP copies it once or twice on the way
+}
+"""Of UCX, where the user has set nothing else."""
+
 _LOOK_S = 0.05
 """Deadlines of what is open are looked at this often."""
 _IDLE_S = 1.0
 """Endpoints whose peer is gone are looked for this often."""
 _GOODBYE_S = 0.02
+_NUM_STEPS = 8
+"""Of UCX, between two looks at what has come: each takes some microseconds, or as long as it takes to move 100 kB."""
 
 
 def load_ucxx() -> Any:
     """The low-level module of ucxx. Raises ConfigError that says how to get it.
 
-    What the import writes into the environment is taken back: ucxx's settings are made for GPUs, and UCX_MAX_RNDV_RAILS=1
-    alone costs four fifths of the rate over TCP. UCX reads the environment later, so its own defaults count, or the user's.
+    What the import writes into the environment is taken back: ucxx's settings are made for GPUs, and one of them,
+    UCX_MAX_RNDV_RAILS=1, can halve the rate over TCP. UCX reads the environment only when a thread starts.
     """
     before = set(os.environ)
     try:
@@ -94,8 +104,7 @@ class UcxThread:
         self._array = importlib.import_module("ucxx._lib.arr").Array
         self._side = side
         feature = self._ucxx.Feature
-        # Memory of a GPU is never touched here; the first keepalive round of a silent peer comes after 2 s, not 20 s.
-        config = {"TLS": os.environ.get("UCX_TLS", "^cuda"), "KEEPALIVE_INTERVAL": "2s"}
+        config = {name: os.environ.get(f"UCX_{name}", value) for name, value in SETTINGS.items()}
         try:
             self._context = self._ucxx.UCXContext(config, feature_flags=(feature.TAG, feature.AM, feature.WAKEUP))
             self._worker = self._ucxx.UCXWorker(self._context)
@@ -175,13 +184,17 @@ class UcxThread:
             while not self._closing:
                 if self._progress() | self._side.tick() or not self._worker.arm():
                     continue
-                poll.poll(_LOOK_S if self._side.is_open or self._let_go() else _IDLE_S)
-                with contextlib.suppress(BlockingIOError):
+                ready = poll.poll(_LOOK_S if self._side.is_open or self._let_go() else _IDLE_S)
+                if any(fd == self._wake_fd for fd, _ in ready):
                     os.eventfd_read(self._wake_fd)
 
     def _progress(self) -> bool:
         """Whether anything happened."""
-        happened = bool(self._worker.progress_once())
+        happened = False
+        for _ in range(_NUM_STEPS):
+            if not self._worker.progress_once():
+                break
+            happened = True
         while self._jobs:
             self._jobs.popleft()()
             happened = True

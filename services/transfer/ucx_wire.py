@@ -116,8 +116,8 @@ class Buffers:
     def take(self, block_bytes: int) -> Blocks:
         """Room for any message about blocks of this size."""
         size = message_bytes(blocks_per_run(block_bytes), block_bytes)
-        for i, memory in enumerate(self._spare):
-            if len(memory) >= size:  # the other side's degree may be any: not all are of one size
+        for i in reversed(range(len(self._spare))):  # the last one used is the likeliest to be in the cache
+            if len(self._spare[i]) >= size:  # the other side's degree may be any: not all are of one size
                 return self._spare.pop(i)
         return np.empty(size, dtype=np.uint8)
 

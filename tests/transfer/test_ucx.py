@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,11 +39,12 @@ from kvferry.services.transfer.segment import PoolSegment
 from kvferry.services.transfer.server import BlocksServicer
 from kvferry.services.transfer.ucx import UcxTransport
 from kvferry.services.transfer.ucx_owner import UcxOwner
-from kvferry.services.transfer.ucx_thread import UcxThread
+from kvferry.services.transfer.ucx_thread import SETTINGS, UcxThread
 from kvferry.services.transfer.ucx_wire import ReadRequest
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed: pip install 'kvferry[ucx]'")
 
+ROOT = Path(__file__).parents[2]
 NUM_BLOCKS, BLOCK_BYTES = 128, 100_000
 IDS = list(range(NUM_BLOCKS))
 """Seven runs: more than the window."""
@@ -72,6 +76,48 @@ def close_ucx(owner: Owner) -> None:
 
 def same_connection_serves(transport: UcxTransport) -> bool:
     return len(transport._connections) == 1 and not transport._connections[0].is_dropped
+
+
+SETTINGS_IN_USE = """
+import json, os, sys
+from benchmarks.perftest import environments
+from kvferry.services.transfer.segment import PoolSegment
+from kvferry.services.transfer.ucx import UcxTransport
+from kvferry.services.transfer.ucx_thread import UcxThread
+before = dict(os.environ)
+side = UcxTransport(PoolSegment.anonymous(1, 1), timeout_s=1.0)
+thread = UcxThread("test", side)
+assert dict(os.environ) == before, "whatever is started from here on would run with it, too"
+assert environments()["UCX's"] == before
+print(json.dumps({name: thread._context.config[name] for name in sys.argv[1:]}))
+thread.close()
+"""
+
+
+def settings_in_use(*names: str, **env: str) -> dict[str, str]:
+    """What UCX was started with, in a process that has imported nothing yet."""
+    command = [sys.executable, "-c", SETTINGS_IN_USE, *names]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
+    done = subprocess.run(
+        command, env={**inherited, "PYTHONPATH": path, **env}, stdout=subprocess.PIPE, check=True, text=True
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@needs_ucxx
+def test_ucx_starts_with_its_own_defaults_and_not_with_those_of_its_python_package() -> None:
+    in_use = settings_in_use("MAX_RNDV_RAILS", "RNDV_FRAG_MEM_TYPES", "RNDV_SCHEME")
+    expected = {"MAX_RNDV_RAILS": "2", "RNDV_FRAG_MEM_TYPES": "host,cuda"}
+    assert in_use == expected | {"RNDV_SCHEME": SETTINGS["RNDV_SCHEME"]}
+
+
+@needs_ucxx
+def test_what_the_user_sets_for_ucx_wins() -> None:
+    env = {"UCX_MAX_RNDV_RAILS": "1", "UCX_RNDV_SCHEME": "am"}
+    in_use = settings_in_use("MAX_RNDV_RAILS", "RNDV_SCHEME", **env)
+    assert {f"UCX_{name}": value for name, value in in_use.items()} == env
 
 
 @needs_ucxx
