@@ -18,7 +18,7 @@ from benchmarks.link import Link
 from kvferry.services.transfer.ucx_thread import SETTINGS
 
 MESSAGE_BYTES = 2**21
-"""As long as a run of blocks of ours."""
+"""Two runs of blocks of ours."""
 MODES = {"polling": (), "sleeping": ("-I", "-E", "sleep")}
 """Where cores are few the one that sleeps may be the faster."""
 _NUM_MESSAGES = 300

@@ -24,11 +24,11 @@ from kvferry.common.errors import BlockCorrupt, KvferryError, TransferFailed, fr
 from kvferry.services.transfer.copier import Blocks, copy_blocks
 from kvferry.services.transfer.grpc import block_checksum
 
-WINDOW = 4
+WINDOW = 6
 """Runs under way per pull: the reader has posted that many receives, the owner sends no more than that ahead."""
 NUM_SPARE = 2 * WINDOW
 """Staging buffers that a side keeps for its next runs."""
-_RUN_BYTES = 2**21
+_RUN_BYTES = 2**20
 _MIN_BYTES = 1024
 _MAGIC = 0x4B56_0002
 _READ, _STOP = 0, 1
