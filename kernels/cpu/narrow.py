@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.cpu.dense import MAX_ROWS, pack_rows
-from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, FLOAT16, INT8
-from kvferry.kernels.cpu.jit.narrow import TILE
+from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, FLOAT16, INT8, WEIGHT_TILE
 from kvferry.kernels.cpu.native import kernels
 
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8"]
@@ -49,7 +48,7 @@ class NarrowLinear:
     ) -> None:
         self.out, self.width = weight.shape
         self._kind, dtype = _KINDS[weight_format]
-        self._group = group if weight_format == "int8" else TILE
+        self._group = group if weight_format == "int8" else WEIGHT_TILE
         self._scales = None
         if weight_format == "int8":
             weight, scales = quantize(weight, group)
@@ -68,7 +67,7 @@ class NarrowLinear:
         if rows > MAX_ROWS:
             return torch.cat([self._multiply(piece) for piece in torch.split(x, MAX_ROWS)])
         out = x.new_empty(rows, self.out)
-        scratch = x.new_empty(num_threads * (rows * 2 + TILE) * COLUMNS)
+        scratch = x.new_empty(num_threads * (rows * 2 + WEIGHT_TILE) * COLUMNS)
         scales = 0 if self._scales is None else self._scales.data_ptr()
         sizes = rows, self.width, self.out, scratch.data_ptr(), self._kind, self._group
         kernels().run(

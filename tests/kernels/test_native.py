@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,3 +92,8 @@ def test_other_sources_have_another_name(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "kernel.py").write_text("")
     monkeypatch.setattr(native, "_SOURCES", tmp_path)
     assert native._digest() != before
+
+
+def test_what_serves_does_not_import_the_compiler() -> None:
+    program = "import sys, kvferry.kernels.ops; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

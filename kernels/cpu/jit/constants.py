@@ -6,6 +6,9 @@ KV_TILE = 64
 COLUMNS = 64
 """Outputs of a dense layer whose weights lie together: [ceil(out / COLUMNS), width, COLUMNS]."""
 
+WEIGHT_TILE = 64
+"""Weights of so many inner positions stay in the first-level cache while all rows use them."""
+
 INT8, BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2, 3
 """How numbers are kept: weights of a narrow dense layer in the first three ways, keys and values in the last three."""
 

@@ -53,6 +53,12 @@ def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) ->
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def spread(builder: ir.IRBuilder, number: ir.Value, width: int) -> ir.Value:
+    """A number in every lane."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(number.type, width), ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, width), [0] * width))
+
+
 @intrinsic(prefer_literal=True)
 def load(typing_context: Any, address: Any, width: Any) -> Any:
     vector = Vector(width.literal_value)
@@ -78,9 +84,7 @@ def splat(typing_context: Any, value: Any, width: Any) -> Any:
     vector = Vector(width.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one = builder.insert_element(ir.Constant(_llvm(vector), ir.Undefined), args[0], _I32(0))
-        lanes = ir.Constant(ir.VectorType(_I32, vector.width), [0] * vector.width)
-        return builder.shuffle_vector(one, one, lanes)
+        return spread(builder, args[0], vector.width)
 
     return vector(types.float32, width), generate
 
@@ -128,7 +132,8 @@ mul = _lanewise(lambda builder, a, b: builder.fmul(a, b), 2)
 div = _lanewise(lambda builder, a, b: builder.fdiv(a, b), 2)
 greater = _lanewise(_greater, 2)
 lesser = _lanewise(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b), 2)
-fma = _lanewise(_named("fma"), 3)
+fused = _named("fma")
+fma = _lanewise(fused, 3)
 root = _lanewise(_named("sqrt"), 1)
 nearest = _lanewise(_named("rint"), 1)
 power_of_two = _lanewise(_power_of_two, 1)
@@ -141,8 +146,7 @@ def first_lanes(typing_context: Any, vector: Any, count: Any, other: Any) -> Any
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         width = signature.args[0].width
         whole = ir.VectorType(_I32, width)
-        limit = builder.insert_element(ir.Constant(whole, ir.Undefined), builder.trunc(args[1], _I32), _I32(0))
-        limit = builder.shuffle_vector(limit, limit, ir.Constant(whole, [0] * width))
+        limit = spread(builder, builder.trunc(args[1], _I32), width)
         inside = builder.icmp_signed("<", ir.Constant(whole, list(range(width))), limit)
         return builder.select(inside, args[0], args[2])
 
@@ -225,11 +229,10 @@ def add_products(typing_context: Any, total: Any, a: Any, columns: Any) -> Any:
     """`total` + a[0] * column 0 + ... + a[7] * column 7 of `columns_8x8`, one fused multiply-add after the other."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, lanes = args[0], ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
+        sums = args[0]
         for i in range(8):
             number = builder.load(pointer(builder, builder.add(args[1], _I64(i * F32)), _FLOAT), align=F32)
-            one = builder.insert_element(ir.Constant(sums.type, ir.Undefined), number, _I32(0))
-            sums = _named("fma")(builder, builder.shuffle_vector(one, one, lanes), _column(builder, args[2], i), sums)
+            sums = fused(builder, spread(builder, number, 8), _column(builder, args[2], i), sums)
         return sums
 
     return total(total, types.intp, columns), generate
