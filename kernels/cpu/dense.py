@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from kvferry.kernels.cpu import huge_pages
 from kvferry.kernels.cpu.jit.constants import COLUMNS
 from kvferry.kernels.cpu.native import kernels
 
@@ -48,7 +49,7 @@ class PackedLinear:
 def pack_rows(rows: torch.Tensor) -> torch.Tensor:
     """[out, width] -> [ceil(out / COLUMNS), width, COLUMNS]: what a block of outputs multiplies by lies together."""
     (out, width), full = rows.shape, len(rows) // COLUMNS
-    packed = rows.new_zeros(-(-out // COLUMNS), width, COLUMNS)
+    packed = huge_pages.zeros(-(-out // COLUMNS), width, COLUMNS, dtype=rows.dtype)
     packed[:full] = rows[: full * COLUMNS].reshape(full, COLUMNS, width).transpose(1, 2)
     if rest := out % COLUMNS:
         packed[full, :, :rest] = rows[full * COLUMNS :].T

@@ -64,11 +64,13 @@ def load_model(
             down=linear(mlp, ("down_proj",), config.mlp_bias),
         )
 
+    layers = tuple(layer(f"model.layers.{i}") for i in range(config.num_layers))
+    _return_freed_memory()
     embedding = read(EMBEDDING)
     is_shared = config.tied_head and device.type != "cpu"  # there it is repacked, from a mapping that then ends
     weights = ModelWeights(
         embedding=embedding,
-        layers=tuple(layer(f"model.layers.{i}") for i in range(config.num_layers)),
+        layers=layers,
         final_norm=own("model.norm.weight"),
         head=ops.pack_linear(
             embedding if is_shared else read(EMBEDDING if config.tied_head else HEAD),
