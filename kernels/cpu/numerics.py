@@ -1,6 +1,6 @@
 """A short name for the bits that this machine's CPU kernels compute.
 
-The name binds what is known to matter (instruction set, dense kernel, attention tile, torch), and a digest of what the
+The name binds what is known to matter (instruction set, attention tile, torch, compiler), and a digest of what the
 kernels really return for fixed input: libraries choose code paths by processor model, caches and environment variables,
 and no list of those would be complete.
 """
