@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -239,9 +240,9 @@ def plan_attention(
     if block_tables.dtype != torch.int64:
         raise ValueError(f"block tables are {block_tables.dtype}, not int64")
     num_slots = block_tables.shape[1] * kv_cache.shape[4]
-    for i, context_len in enumerate(context_lens):
-        if context_len + query_starts[i + 1] - query_starts[i] > num_slots:
-            raise ValueError(f"sequence {i} ends past the {num_slots} positions of its block table")
+    ends = np.asarray(context_lens, dtype=np.int64) + np.diff(np.asarray(query_starts, dtype=np.int64))
+    if ends.max(initial=0) > num_slots:
+        raise ValueError(f"sequence {ends.argmax()} ends past the {num_slots} positions of its block table")
     cpu = gpu = None
     if _is_compiled_pool(kv_cache):
         cpu = cpu_attention.plan_attention(block_tables, query_starts, context_lens)

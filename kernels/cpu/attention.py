@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from kvferry.kernels.cpu.elementwise import KV_KINDS
@@ -33,15 +33,21 @@ def plan_attention(
 ) -> AttentionPlan:
     tables = block_tables.contiguous()
     address, row_bytes = tables.data_ptr(), tables.stride(0) * tables.element_size()
-    items = []
-    for i, (start, stop) in enumerate(pairwise(query_starts)):
-        tile = QUERY_TILE if stop - start > _SHORT_CHUNK else QUERY_TILE // 2
-        for first in range(start, stop, tile):
-            num_tokens = min(tile, stop - first)
-            items.append((first, num_tokens, context_lens[i] + first - start, address + i * row_bytes))
-    items.sort(key=lambda item: -item[1] * (item[2] + item[1]))  # the largest first: threads end at the same time
-    max_tokens = max((item[1] for item in items), default=0)
-    return AttentionPlan(torch.tensor(items, dtype=torch.int64).view(-1, 4), max_tokens, tables)
+    starts, contexts = np.asarray(query_starts, dtype=np.int64), np.asarray(context_lens, dtype=np.int64)
+    counts = np.diff(starts)
+    tiles = np.where(counts > _SHORT_CHUNK, QUERY_TILE, QUERY_TILE // 2)
+    num_items = -(-counts // tiles)
+    owners = np.arange(len(counts)).repeat(num_items)
+    nth = np.arange(len(owners)) - (num_items.cumsum() - num_items)[owners]
+    offsets = nth * tiles[owners]
+    items = np.empty((len(owners), 4), dtype=np.int64)
+    items[:, 0] = starts[owners] + offsets
+    items[:, 1] = np.minimum(tiles[owners], counts[owners] - offsets)
+    items[:, 2] = contexts[owners] + offsets
+    items[:, 3] = address + owners * row_bytes
+    num_tokens = items[:, 1]
+    largest_first = np.argsort(-num_tokens * (items[:, 2] + num_tokens), kind="stable")  # threads end at the same time
+    return AttentionPlan(torch.from_numpy(items[largest_first]), int(num_tokens.max(initial=0)), tables)
 
 
 def paged_attention(

@@ -1,4 +1,4 @@
-"""One engine step as tensors: what the model reads. Built by `build_batch` from a schedule, used once."""
+"""One engine step as tensors: what the model reads. Made by `InputBatch` from a schedule, used once."""
 
 from __future__ import annotations
 

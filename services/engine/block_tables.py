@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Literal, NamedTuple
 
 from kvferry.services.engine.block_pool import BlockPool
@@ -35,7 +36,7 @@ class BlockTables:
         self._pool.acquire(need.hits)
         incoming = seq.num_cacheable_blocks - len(need.hits) if seq.receive else 0
         tail = self._pool.allocate(incoming, incoming=True)
-        seq.block_table = [*need.hits, *tail, *self._pool.allocate(need.fresh - len(tail))]
+        seq.block_table = array("q", [*need.hits, *tail, *self._pool.allocate(need.fresh - len(tail))])
         seq.num_named_blocks = len(need.hits)
         seq.num_computed_tokens = len(need.hits) * seq.block_size
         if not seq.num_preemptions:
@@ -48,7 +49,7 @@ class BlockTables:
         hits = self._cached(seq, first)
         self._pool.acquire(hits)
         self._pool.release(seq.block_table[first : first + len(hits)])
-        seq.block_table[first : first + len(hits)] = hits
+        seq.block_table[first : first + len(hits)] = array("q", hits)
         if hits:
             seq.num_named_blocks = first + len(hits)
             seq.num_computed_tokens = seq.num_named_blocks * seq.block_size
@@ -71,7 +72,7 @@ class BlockTables:
             return []
         seq.num_received_tokens = num_blocks * seq.block_size - seq.num_computed_tokens
         seq.num_computed_tokens += seq.num_received_tokens
-        found = seq.block_table[first:num_blocks]
+        found = seq.block_table[first:num_blocks].tolist()
         self.name_full(seq)
         return found
 
@@ -96,7 +97,7 @@ class BlockTables:
 
     def give_back(self, seq: Sequence) -> None:
         self._pool.release(seq.block_table)
-        seq.block_table = []
+        seq.block_table = array("q")
         seq.num_named_blocks = seq.num_computed_tokens = 0
 
     def name_full(self, seq: Sequence) -> None:

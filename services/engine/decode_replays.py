@@ -7,7 +7,7 @@ Knows tensors and plans, no model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ Layers = Callable[["LayerInputs", torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What the layers of one step read besides the weights and the pool."""
+    """What the layers of one step read besides the weights and the pool. Only `slot_mapping` is memory of others."""
 
     hidden: torch.Tensor  # [num_tokens, hidden_size], overwritten
     cos_sin: torch.Tensor  # [num_tokens, head_dim]
@@ -60,6 +60,7 @@ class DecodeReplays:
             self._kv_cache = kv_cache
         key = num_rows, torch.get_num_threads()
         if key not in self._found:
+            inputs = replace(inputs, slot_mapping=inputs.slot_mapping.clone())  # to be written to at later steps
             recording, result = ops.record(lambda: layers(inputs, kv_cache))
             self._found[key] = None if recording is None else (inputs, recording)
             return result

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
-import numpy as np
 import torch
 
 from kvferry.common.requests import SamplingParams
 from kvferry.kernels import ops
-from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.grammar import Mask, MaskWorker
 from kvferry.services.engine.host_mirror import HostMirror, filled_blocks
+from kvferry.services.engine.input_batch import InputBatch
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
 from kvferry.services.engine.schedule import Schedule, Scheduled
@@ -20,34 +18,6 @@ from kvferry.services.engine.sequence import Sequence as Seq
 
 LOGPROB_ROWS = 64
 """Rows of logits that exist at once while a prompt's log-probabilities are computed."""
-
-
-def build_batch(rows: Sequence[Scheduled], block_size: int, device: torch.device) -> Batch:
-    """The step's tokens as flat tensors on `device`, in row order."""
-    starts = (0, *accumulate(row.num_tokens for row in rows))
-    token_ids = np.empty(starts[-1], dtype=np.int64)
-    positions = np.empty(starts[-1], dtype=np.int64)
-    slots = np.empty(starts[-1], dtype=np.int64)
-    num_blocks = [row.sequence.num_blocks_for(row.start + row.num_tokens) for row in rows]
-    tables = np.zeros((len(rows), max(num_blocks)), dtype=np.int64)
-    for i, row in enumerate(rows):
-        span = slice(starts[i], starts[i + 1])
-        end = row.start + row.num_tokens
-        tables[i, : num_blocks[i]] = row.sequence.block_table[: num_blocks[i]]
-        token_ids[span] = row.sequence.token_ids[row.start : end]
-        positions[span] = where = np.arange(row.start, end)
-        slots[span] = tables[i, where // block_size] * block_size + where % block_size
-    return Batch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
-        query_starts=starts,
-        context_lens=tuple(row.start for row in rows),
-        logit_rows=torch.tensor([starts[i + 1] - 1 for i, row in enumerate(rows) if row.samples], dtype=torch.int64).to(
-            device
-        ),
-    )
 
 
 class TorchRunner:
@@ -66,7 +36,7 @@ class TorchRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.mirror = mirror
-        self.block_size = kv_cache.shape[4]
+        self._inputs = InputBatch(kv_cache.shape[4], kv_cache.device)
         self.eos_token_ids = eos_token_ids
         self._masks = MaskWorker()
 
@@ -89,7 +59,7 @@ class TorchRunner:
                 if one.matcher is not None
             }
         )
-        batch = build_batch(schedule.rows, self.block_size, self.kv_cache.device)
+        batch = self._inputs.fill(schedule.rows)
         hidden = self.model.hidden(batch, self.kv_cache)
         if self.mirror is not None:
             self.mirror.copy_down(filled_blocks(schedule.rows))

@@ -17,6 +17,10 @@ class Scheduled:
     num_tokens: int
     samples: bool
 
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids[self.start : self.start + self.num_tokens]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:

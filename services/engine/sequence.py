@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class Sequence:
     priority: int = 0  # lower runs earlier
 
     status: Status = Status.WAITING
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("q"))  # int64, which a step's inputs take as it is
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_received_tokens: int = 0
