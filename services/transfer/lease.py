@@ -13,13 +13,13 @@ from kvferry.common.errors import LeaseExpired, Overloaded
 
 @dataclass(slots=True)
 class Lease:
-    """Only the table changes it. Each block in `block_ids` holds exactly one pin."""
+    """Only the table changes it. Each block in `block_ids` holds exactly one pin; they are in the order of a prompt."""
 
     lease_id: str
     reader: str
     for_cached: bool
     expires_at: float
-    block_ids: set[int] = field(default_factory=set)
+    block_ids: dict[int, None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"lease {_short(self.lease_id)} of {self.reader}"
@@ -71,7 +71,7 @@ class LeaseTable:
             return lease
 
     def extend(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """Pins the blocks that the lease does not cover yet. Does not renew it.
+        """Pins the blocks that the lease does not cover yet, given parents before children. Does not renew it.
 
         Raises LeaseExpired, or Overloaded when a lease `for_cached` would pass the cap; then nothing is pinned.
         """
@@ -82,7 +82,7 @@ class LeaseTable:
                 raise Overloaded(f"{lease}: {pins} cached blocks pinned for peers, allowed {self._max_pinned_blocks}")
             if new:
                 self._pin(new)
-                lease.block_ids.update(new)
+                lease.block_ids |= dict.fromkeys(new)
 
     def renew(self, lease_id: str) -> None:
         """Starts its time anew. Raises LeaseExpired when that comes too late."""
@@ -166,4 +166,4 @@ class LeaseTable:
         else:
             self._num_released += 1
         if lease.block_ids:
-            self._unpin(sorted(lease.block_ids))
+            self._unpin(list(lease.block_ids))  # in their order: who evicts them takes children before parents

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -69,6 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.receives: dict[str, AdmittedOutput] = {}
         self.leases: list[tuple[int, ...]] = []
         self.names: set[bytes] = set()
+        self.made: list[Sequence] = []
         self.serial = 0
 
     def _prompt(self, prefix: int, shared: int, own: int) -> list[int]:
@@ -97,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             seq.priority = self.serial * 7 % 5 - 2
         for index, key in enumerate(keys[1:], 1):
             seq.add_branch(key, index, tuple(had[index]))
+        self.made += (seq, *seq.branches)
         try:
             self.engine.submit(seq)
         except (PromptExceedsPool, Overloaded):
@@ -253,6 +256,8 @@ class EngineMachine(RuleBasedStateMachine):
         stored = {name for name, held in pending.items() if held}
         told = (self.names | stored) - (set(pending) - stored)
         assert set(self.engine.held_names()) == told, "the index would be told something else than what is held"
+        for parent, child in (pair for seq in self.made for pair in pairwise(seq.names)):
+            assert self.engine.pool.holds(parent) or not self.engine.pool.holds(child), "evicted before its child"
 
     def teardown(self) -> None:
         """Whatever is left runs to its end, and then nothing is owned by anybody."""

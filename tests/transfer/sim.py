@@ -286,6 +286,7 @@ class SimNode:
         assert (self.segment.buffer == self.shadow).all(), f"somebody else wrote into the pool of {self.instance}"
         assert not self.runner.errors, self.runner.errors
 
-    def check_contents(self, want: dict[bytes, bytes]) -> None:
+    def check_contents(self, want: dict[bytes, bytes], parents: dict[bytes, bytes]) -> None:
         for name, block_id in self.pool._by_name.items():
             assert self.segment.buffer[block_id].tobytes() == want[name], f"{self.instance}: block {block_id}"
+            assert name not in parents or self.pool.holds(parents[name]), f"{self.instance}: {block_id} has no parent"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvferry.common.errors import LeaseExpired, Overloaded
+from kvferry.services.engine.block_pool import BlockPool
 from kvferry.services.transfer.lease import LeaseCounts, LeaseTable
 
 LEASE_S = 8.0
@@ -59,6 +60,26 @@ def test_a_lease_pins_its_blocks_until_it_is_released() -> None:
     assert rig.pool.pins == {0: 1, 1: 1, 2: 1}
     assert rig.table.release(lease_id)
     assert not rig.pool.pins
+
+
+@pytest.mark.parametrize("how", ["released", "expired", "revoked"])
+def test_blocks_that_were_leased_are_evicted_children_before_parents(how: str) -> None:
+    """Whatever their numbers are: else what is left of a chain would be found by nobody."""
+    pool, now = BlockPool(8), [0.0]
+    pool.release([4, 1, 7, 0, 2, 6, 3, 5] if pool.allocate(8) else [])
+    table = pool.allocate(4)
+    assert table not in (sorted(table), sorted(table, reverse=True))
+    names = [pool.register(block_id, bytes([block_id])) and bytes([block_id]) for block_id in table]
+    leases = LeaseTable(pool.pin, pool.unpin, lease_s=LEASE_S, max_pinned_blocks=8, clock=lambda: now[0])
+    lease_id = leases.open("reader", for_cached=True).lease_id
+    for filled in (1, 3, 4):
+        leases.extend(lease_id, table[:filled])
+    pool.release(table)
+    now[0] = LEASE_S if how == "expired" else 0.0
+    assert leases.expire_due() or leases.revoke_cached() if how != "released" else leases.release(lease_id)
+    for num_left in (3, 2, 1, 0):
+        pool.allocate(pool.accounts().free + 1)
+        assert len(pool.lookup(names)) == num_left
 
 
 def test_a_second_release_says_no_and_unpins_nothing() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 from hypothesis import strategies as st
@@ -80,6 +81,7 @@ class TwoSides(RuleBasedStateMachine):
         server._RUN_BYTES = 2 * BLOCK * SLOT_BYTES  # two blocks a message
         self.loop, self.wire = VirtualLoop(), Wire()
         self.want: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes] = {}
         self.sent: dict[str, Sent] = {}
         self.past: list[SimNode] = []
         self.prefill = SimNode(Role.PREFILL, self.loop, self.wire, POOL, self.transports)
@@ -117,7 +119,9 @@ class TwoSides(RuleBasedStateMachine):
         holders = tuple(node.holder(hint) for node, hint in told if hint)
         spec = GenerateRequest(f"r{len(self.sent)}", tuple(prompt), params, n=n, prefill=plan, holders=holders)
         for index in range(n):
-            self.want |= contents(prompt + generate(prompt, params.max_tokens, own + 100 * index))
+            chain = contents(prompt + generate(prompt, params.max_tokens, own + 100 * index))
+            self.want |= chain
+            self.parents |= {child: parent for parent, child in pairwise(chain)}
         node = self.decodes[which]
         self.sent[spec.request_id] = Sent(spec, node)
         node.call(node.service._submit, node.session, spec)
@@ -278,7 +282,7 @@ class TwoSides(RuleBasedStateMachine):
         self._read_outputs()
         for node in self.nodes:
             node.check()
-            node.check_contents(self.want)
+            node.check_contents(self.want, self.parents)
         dead = self.wire.dead
         wrong = [context for instance, context in self.loop.errors if instance not in dead]
         assert not wrong, wrong
