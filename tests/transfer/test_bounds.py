@@ -15,6 +15,7 @@ from kvferry.common.nodes import Role
 from kvferry.common.requests import GenerateRequest, SamplingParams
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_from_pb
+from kvferry.services.transfer.protocol import OwnerSide
 from tests.engine.fake_runner import generate
 from tests.transfer import sim
 from tests.transfer.sim import BLOCK, SLOT_BYTES, SimNode
@@ -330,6 +331,27 @@ def test_what_a_failed_hand_over_has_pulled_is_counted_and_so_is_the_failure(pai
     assert pair.decode.sample("transfer_failures_total", cause="unavailable") == 1
     assert pair.decode.sample("prefill_fallback_total", cause="all_candidates_failed") == 1
     assert pair.decode.sample("prompt_tokens_by_source_total", source="external_kv_transfer") == 0
+
+
+@pytest.mark.parametrize("pair", [("shm",), ("grpc",)], indirect=True)
+def test_nothing_that_was_copied_is_used_when_the_owner_answers_that_the_lease_had_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else has gone well: no error came, every checksum is right, and the answer comes in time."""
+    release = OwnerSide.release
+
+    def too_late(side: OwnerSide) -> bool:
+        pair.prefill.clock_skew_s += 9.0
+        return release(side)
+
+    monkeypatch.setattr(OwnerSide, "release", too_late)
+    pair.submit("r")
+    pair.go_on(60)
+    assert pair.got["r"] == generate(PROMPT, 3)
+    assert pair.pulled("blocks_total") == 10
+    assert pair.decode.sample("transfer_failures_total", cause="lease_expired") == 1
+    assert pair.decode.sample("prompt_tokens_by_source_total", source="external_kv_transfer") == 0
+    assert pair.decode.sample("prompt_tokens_by_source_total", source="local_compute") == len(PROMPT)
 
 
 @pytest.mark.parametrize("lost", ["computed", "release"])
