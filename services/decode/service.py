@@ -66,8 +66,8 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     async def Session(self, _requests: Any, context: Stream) -> None:  # noqa: N802
         session = GatewaySession(self._node.fail_points)
-        self._sessions.add(session)
         await context.write(pb.SessionReply(welcome=pb.Welcome(instance_id=self._node.instance_id)))
+        self._sessions.add(session)
         writer = asyncio.create_task(session.write_forever(context))
         try:
             reader = asyncio.create_task(self._read(session, context))
@@ -186,10 +186,9 @@ class DecodeService(pb_grpc.DecodeServicer):
     # ---- receiving
 
     def _start_receive(self, admitted: AdmittedOutput) -> None:
-        if (found := self._by_key.get(admitted.key)) is None:  # cancelled in between
+        if (request := self._waiting_for(admitted.key)) is None:  # cancelled in between
             self._node.require_loaded().engine.close(admitted.key)
             return
-        request = found[0]
         request.receiving = task = asyncio.create_task(self._receive(request, admitted))
         self._receives.add(task)
 
@@ -201,6 +200,12 @@ class DecodeService(pb_grpc.DecodeServicer):
                 self._node.require_loaded().engine.close(admitted.key, cancelled_s=request.cancelled_s)
 
         task.add_done_callback(ended)
+
+    def _waiting_for(self, key: str) -> Request | None:
+        """Whose prompt the sequence computes, though the choice that it is itself may have been cancelled."""
+        if (found := self._by_key.get(key)) is not None:
+            return found[0]
+        return next((request for request in self._requests.values() if request.key(request.first) == key), None)
 
     async def _receive(self, request: Request, admitted: AdmittedOutput) -> None:
         """Fills the admitted blocks from peers, and hands the rest of the prompt to this node's own steps.

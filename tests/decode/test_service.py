@@ -129,6 +129,36 @@ def test_choices_that_are_cancelled_one_by_one_end_the_receive_with_the_last() -
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("answers", ["never", "refuses"])
+def test_a_choice_that_is_cancelled_before_its_prompt_has_blocks_takes_none_of_the_others_along(answers: str) -> None:
+    """The first one, whose sequence is to receive the prompt for all of them."""
+
+    async def refuse(*_: Any) -> Any:
+        raise Unavailable("nobody there")
+
+    async def run() -> None:
+        node = Node(never if answers == "never" else refuse)
+        others = node.engine.pool.allocate(60)
+        node.submit(n=2)
+        await node.settle()
+        request = node.service._requests[node.session.number, "r", 0]
+        node.service._cancel(request, [0])
+        await node.settle()
+        node.engine.pool.release(others)
+        await node.settle()
+        if answers == "never":
+            assert node.engine.load().accounts.incoming > 0
+            assert node.service.num_active == 2, "nobody fills the blocks that were admitted"
+            node.service._cancel(request, [1])
+            await node.settle()
+        else:
+            assert node.endings == [(1, "length", "")]
+        assert node.service.num_active == 0
+        assert node.engine.load().accounts.available == 64
+
+    asyncio.run(run())
+
+
 def test_failing_peers_leave_the_prompt_to_this_node() -> None:
     async def refuse(*_: Any) -> Any:
         raise Unavailable("nobody there")
