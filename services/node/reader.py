@@ -142,8 +142,8 @@ class _Stream:
         while True:
             await self.next()
 
-    async def end(self) -> None:
-        self.call.cancel()
+    async def ended(self) -> None:
+        """After the call was cancelled."""
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -205,9 +205,10 @@ class BlockReader:
             await stream.send(pb.PrefillRequest(start=start), "rpc.prefill.start")
             yield stream
         finally:
+            stream.call.cancel()  # before anything is waited for: a second cancel may cut the waits short
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
-            await stream.end()
+            await stream.ended()
 
     async def _hand_over(self, stream: _Stream, wanted: Wanted) -> Received:
         """Reads replies while a second task pulls what they offer, in order; the first failure of either ends both."""

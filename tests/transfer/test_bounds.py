@@ -149,6 +149,28 @@ def test_a_cancelled_requests_blocks_are_free_within_one_message_and_one_step(pa
     assert pair.prefill.leases.num_open == 0
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_second_cancel_cuts_nothing_short(pair: Pair, turns: int) -> None:
+    """A deadline may pass while a cancelled receive ends."""
+    pair.start_a_hand_over()
+    receiving = pair.decode.service._requests[pair.decode.session.number, "r", 0].receiving
+
+    def cancel_again(left: int) -> None:
+        if left:
+            pair.loop.call_soon(cancel_again, left - 1)
+        else:
+            receiving.cancel()
+
+    pair.decode.call(lambda: (pair.cancel(), cancel_again(turns)))
+    pair.decode.copy()
+    pair.decode.step()
+    assert pair.decode.engine.load().accounts.available == pair.decode.pool.num_blocks
+    pair.exchange()
+    pair.prefill.step()
+    assert pair.prefill.engine.load().accounts.available == POOL
+    assert pair.prefill.leases.num_open == pair.decode.service.num_active == 0
+
+
 @pytest.fixture
 def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the nodes measure with is the virtual clock, too."""
