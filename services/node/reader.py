@@ -54,7 +54,7 @@ class Wanted:
 class Received:
     """How a hand-over went: its first `num_blocks` blocks are here, all that the owner had or computed.
 
-    `transfer_s`: from the last chunk computed to the lease confirmed.
+    `transfer_s`: from the last chunk computed, its blocks offered, to the lease confirmed.
     """
 
     num_blocks: int
@@ -226,7 +226,7 @@ class BlockReader:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if pulling.done():
                 await pulling
-            computed, computed_s = await reading
+            computed, offered_s = await reading
             if not pulling.done():
                 tasks.append(watching := asyncio.create_task(stream.watch()))
                 await asyncio.wait((pulling, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -244,20 +244,25 @@ class BlockReader:
             computed_tokens=computed.computed_tokens,
             queue_s=computed.queue_s,
             prefill_s=computed.prefill_s,
-            transfer_s=time.monotonic() - computed_s,
+            transfer_s=time.monotonic() - offered_s,
         )
 
     async def _read_offers(
         self, stream: _Stream, side: ReaderSide, todo: asyncio.Queue[_Copy | None]
     ) -> tuple[pb.PrefillComputed, float]:
-        """Queues every offer until the prompt is computed; that message, and when it came."""
+        """Queues every offer until the prompt is computed; that message, and when the last blocks were offered.
+
+        Not when the message came: by then they may have been copied, in this event loop.
+        """
+        offered_s = time.monotonic()
         while not (reply := await stream.next()).HasField("computed"):
             if reply.HasField("filled"):
+                offered_s = time.monotonic()
                 offer = Offer(reply.filled.first, tuple(reply.filled.block_ids))
                 todo.put_nowait(_Copy(offer.block_ids, side.offered(offer)))
         side.computed()
         todo.put_nowait(None)
-        return reply.computed, time.monotonic()
+        return reply.computed, offered_s
 
     async def _pull_offers(self, peer: Peer, side: ReaderSide, todo: asyncio.Queue[_Copy | None], span: Span) -> None:
         while (copy := await todo.get()) is not None:

@@ -267,6 +267,23 @@ def test_a_prefill_nodes_cancels_count_until_the_copy_under_way_has_ended(
     fleet.check_clean()
 
 
+def test_a_pull_of_cached_blocks_is_hidden_behind_nothing_and_counted_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 1000.0 + fleet.loop.now)
+    d0, d1, _ = fleet.d
+    pulling(fleet, d0)
+    d1.call(d1.jobs.begin)
+    fleet.loop.advance(0.5)
+    fleet.finish("next", TURN)
+    assert d1.num_cached_pulls == 1
+    assert d1.sample("transfer_seconds_sum", transport="shm") == 0.5
+    assert d1.sample("transfer_exposed_seconds_total") == 0.5
+    fleet.go_on(3)
+    fleet.check_clean()
+
+
 def test_auto_moves_only_what_is_cheaper_to_move(fleet: Fleet) -> None:
     d0, d1, _ = fleet.d
     context, bandwidth = d1.service._node, d1._puller.bandwidth

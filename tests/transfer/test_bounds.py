@@ -15,6 +15,7 @@ from kvferry.common.nodes import Role
 from kvferry.common.requests import GenerateRequest, SamplingParams
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.services.rpc.convert import output_from_pb
+from kvferry.services.transfer import shm
 from kvferry.services.transfer.protocol import OwnerSide
 from tests.engine.fake_runner import generate
 from tests.transfer import sim
@@ -257,6 +258,30 @@ def test_blocks_are_copied_while_later_ones_are_computed_and_only_the_wait_for_t
     assert pair.pulled("bytes_total") == 10 * BLOCK * SLOT_BYTES
     assert (pair.pulled("seconds_count"), pair.pulled("seconds_sum")) == (5, 5 * 0.25)
     assert pair.decode.sample("transfer_exposed_seconds_total") == 0.25
+
+
+def test_the_last_copy_is_exposed_also_when_the_event_loop_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shared memory is copied in life: before anything that came behind the offer has been read."""
+    pair = Pair(("shm",))
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 1000.0 + pair.loop.now)
+    copy_pieces = shm.copy_pieces
+
+    def take_a_quarter_second(*arguments: Any) -> Iterator[None]:
+        pair.loop.now += 0.25
+        return copy_pieces(*arguments)
+
+    monkeypatch.setattr(shm, "copy_pieces", take_a_quarter_second)
+    try:
+        pair.submit("r")
+        pair.go_on(30)
+        assert pair.got["r"] == generate(PROMPT, 3)
+        assert (pair.pulled("seconds_count"), pair.pulled("seconds_sum")) == (5, 5 * 0.25)
+        assert pair.decode.sample("transfer_exposed_seconds_total") == 0.25
+    finally:
+        for node in (pair.prefill, pair.decode):
+            node.die(half_open=True)
+        pair.loop.close()
 
 
 REFUSALS = (Overloaded("full"), Unavailable("not now"), Draining("leaving"), Internal("a bug"))
