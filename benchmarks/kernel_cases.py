@@ -42,6 +42,7 @@ class Case:
     num_bytes: int = 0
     num_operations: int = 0
     peers: dict[str, Op] = field(default_factory=dict)
+    written: tuple[torch.Tensor, torch.Tensor] | None = None  # beside the result, by the op and by its truth
 
 
 def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -162,11 +163,12 @@ def _elementwise(sizes: Sizes, randn: Randn) -> Iterator[Case]:
     num_blocks = -(-sizes.num_tokens // sizes.block_size)
     pool = qkv.new_zeros(num_blocks, 1, 2, sizes.num_kv_heads, sizes.block_size, sizes.head_dim)
     slots = torch.randperm(num_blocks * sizes.block_size, device=qkv.device)[: sizes.num_tokens]
-    arguments = cos_sin, pool, 0, slots, None, None, 0.0
+    true_pool, rest = torch.zeros_like(pool), (0, slots, None, None, 0.0)
     yield Case(
         f"rotary_and_write_kv, {sizes.num_tokens} tokens",
-        lambda: elementwise.rotary_and_write_kv(qkv.clone(), *arguments),
-        lambda: reference.rotary_and_write_kv(qkv.clone(), *arguments),
+        lambda: elementwise.rotary_and_write_kv(qkv.clone(), cos_sin, pool, *rest),
+        lambda: reference.rotary_and_write_kv(qkv.clone(), cos_sin, true_pool, *rest),
+        written=(pool, true_pool),
         num_bytes=4 * qkv.nbytes + cos_sin.nbytes,  # with the copy that keeps its input
     )
 

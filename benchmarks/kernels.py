@@ -47,16 +47,23 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def check(case: Any, dtype: torch.dtype) -> str | None:
-    """What is wrong with the case's result, if anything."""
+    """What is wrong with the case's result, or with what it has written, if anything."""
     got, want = case.op(), case.truth()
+    if problem := _difference(got, want, TOLERANCE[dtype]):
+        return problem
+    if case.written is not None and (problem := _difference(*case.written, TOLERANCE[dtype])):
+        return f"what it writes {problem}"
+    if case.one_row is not None and not torch.equal(case.one_row()[0], got[0]):
+        return "its first row has other bits alone than in company"
+    return None
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
     if not got.is_floating_point():
-        return None if torch.equal(got, want) else "another choice than the reference's"
-    tolerance = TOLERANCE[dtype]
+        return None if torch.equal(got, want) else "is another choice than the reference's"
     error = (got.float() - want.float()).abs() - tolerance * want.float().abs()
     if not bool((error <= tolerance).all()):
         return f"differs from the reference by up to {error.max().item() + tolerance:.2g}"
-    if case.one_row is not None and not torch.equal(case.one_row()[0], got[0]):
-        return "its first row has other bits alone than in company"
     return None
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import decode_step, kernel_cases, kernels
 from benchmarks.decode_step import step_cases
 from benchmarks.kernel_cases import Case, Sizes, cases
+from kvferry.kernels.triton import elementwise
 from tests.kernels.triton.test_decode_graphs import run_again
 
 SMALL = Sizes(2, 1, 16, 64, 96, 50, 16, num_seqs=2, context=40, chunk=20, num_tokens=3, num_layers=1)
@@ -32,6 +35,48 @@ def test_decode_steps_pass_it_and_a_wrong_result_does_not(on_gpu: torch.device) 
         assert kernels.check(wrong, torch.float32), case.name
         other_bits = replace(case, op=lambda case=case: case.op() * (1 + 1e-6))
         assert "other bits alone" in str(kernels.check(other_bits, torch.float32))
+
+
+@pytest.mark.parametrize("wrong_at", [None, 0, 1, 2])
+def test_no_speed_is_printed_or_written_when_any_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, wrong_at: int | None
+) -> None:
+    """As on a machine with a GPU: two kernels and a decode step, timed by nobody."""
+    ones = torch.ones(3, 4)
+
+    def case(at: int) -> Case:
+        return Case(f"case {at}", lambda: ones * (2 if at == wrong_at else 1), lambda: ones, num_bytes=1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(kernel_cases, "cases", lambda *_: iter((case(0), case(1))))
+    monkeypatch.setattr(decode_step, "step_cases", lambda *_: iter((case(2),)))
+    monkeypatch.setattr(kernels, "_milliseconds", lambda _: 1.0)
+    monkeypatch.setattr(kernels, "_ceilings", lambda *_: {"gigabytes_per_s": 1.0, "teraflops": 1.0})
+    rc = kernels.main(["--json", str(tmp_path / "speeds")])
+    said = capsys.readouterr()
+    assert (rc, "GB/s" in said.out, (tmp_path / "speeds").exists()) == (
+        (0, True, True) if wrong_at is None else (1, False, False)
+    )
+    if wrong_at is not None:
+        assert said.out == ""
+        assert f"case {wrong_at}: differs from the reference by up to 1" in said.err
+
+
+def test_keys_and_values_that_are_written_wrongly_do_not_pass(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = (case for case in cases(SMALL, torch.float32, device) if case.name.startswith("rotary_and_write_kv"))
+    write = elementwise.rotary_and_write_kv
+
+    def wrong(qkv: torch.Tensor, cos_sin: torch.Tensor, pool: torch.Tensor, *rest: Any) -> torch.Tensor:
+        query = write(qkv, cos_sin, pool, *rest)
+        pool[:, :, 1] += 1.0
+        return query
+
+    assert kernels.check(case, torch.float32) is None
+    monkeypatch.setattr(elementwise, "rotary_and_write_kv", wrong)
+    assert "differs from the reference" in str(kernels.check(case, torch.float32))
 
 
 def test_a_row_with_other_bits_alone_does_not_pass() -> None:
