@@ -18,6 +18,7 @@ from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.outputs import StepReport, TokenOutput
 from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.engine.sequence import Sequence
+from kvferry.services.node import engine_factory
 from kvferry.services.node.engine_factory import (
     GPU_WORKSPACE_BYTES,
     _capture_decodes,
@@ -132,6 +133,24 @@ def test_where_no_kernel_can_be_captured_decodes_stay_eager_and_it_is_said(
         _capture_decodes(model, torch.zeros(4, 2, 2, 2, 16, 16), 2, 48)
     assert "no CUDA graphs for decode steps" in caplog.text
     assert model._decode_graphs is None
+
+
+@pytest.mark.parametrize(("asked", "num_threads"), [(None, 3), (1, 1)])
+def test_a_node_computes_with_the_cores_that_its_control_group_leaves_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, num_threads: int
+) -> None:
+    monkeypatch.setattr(engine_factory, "available_cores", lambda: 3)
+    config = Config(
+        cluster=ClusterConfig(model=str(tiny_model)),
+        engine=EngineConfig(device="cpu", num_threads=asked, num_blocks_override=8),
+        node=NodeConfig(transports=("grpc",)),
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert build_engine(config, Role.BOTH, "none", lambda report: None).engine.runner.num_threads == num_threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def generated(folder: Path, **engine: object) -> list[TokenOutput]:
