@@ -6,6 +6,7 @@ In a process of its own: here the kernels are made for the interpreter.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -52,6 +53,37 @@ def test_every_kernel_compiles_for_every_architecture(compiled: list[dict[str, A
 
 def test_none_spills_or_needs_more_memory_than_there_is(compiled: list[dict[str, Any]]) -> None:
     assert not [row for row in compiled if row["problem"]]
+
+
+SPOILT = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from dataclasses import replace
+from benchmarks import aot as benchmark
+from kvferry.kernels.triton import aot
+launches = aot.launches
+def spoilt(*args):
+    found = [one for one in launches(*args) if one.kernel.__name__ == "filter_tokens"]
+    return [replace(one, {change}) for one in found]
+aot.launches = spoilt
+raise SystemExit(benchmark.main(["--arch", "90", "--dtype", "float32", "--head-dim", "64", "--group", "1"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("options=one.options", "1 compiled in .*, 0 with a problem"),
+        ("options=one.options | {'maxnreg': 24}", r"spills: \d+ bytes of stack\n1 compiled in .*, 1 with a problem"),
+        ("constants=one.constants | {'columns': 3}", "CompilationError"),
+    ],
+    ids=["as it is", "too few registers", "does not compile"],
+)
+def test_a_spill_or_a_failed_compile_is_told_and_ends_with_an_error(change: str, says: str) -> None:
+    script = SPOILT.replace("{change}", change)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert re.search(says, done.stdout + done.stderr), done.stdout + done.stderr
+    assert done.returncode == int("0 with" not in says)
 
 
 def test_both_schedules_multiply_with_the_same_instructions(compiled: list[dict[str, Any]]) -> None:
