@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from kvferry.common.hashing import root_name
 from kvferry.common.nodes import Role
 from kvferry.common.requests import SamplingParams
 from kvferry.kernels.cpu.narrow import NarrowLinear
+from kvferry.services.engine.cuda_graphs import DecodeGraphs
+from kvferry.services.engine.decode_replays import DecodeReplays
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.outputs import StepReport, TokenOutput
 from kvferry.services.engine.runner import TorchRunner
@@ -174,15 +177,37 @@ def generated(folder: Path, **engine: object) -> list[TokenOutput]:
     return sorted((replace(token, first=None) for token in found), key=lambda token: token.key)
 
 
-def test_an_eager_node_gives_the_tokens_of_one_that_replays(tiny_model: Path) -> None:
+def count_runs(monkeypatch: pytest.MonkeyPatch, steps: type[DecodeReplays] | type[DecodeGraphs]) -> list[object]:
+    """One entry for each step that goes that way from now on."""
+    found: list[object] = []
+    run: Any = steps.run
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        found.append(arguments[0])
+        result: torch.Tensor = run(*arguments)
+        return result
+
+    monkeypatch.setattr(steps, "run", counted)
+    return found
+
+
+def test_an_eager_node_gives_the_tokens_of_one_that_replays(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = count_runs(monkeypatch, DecodeReplays)
     eager = generated(tiny_model, device="cpu", enforce_eager=True)
+    assert not replayed
     assert eager == generated(tiny_model, device="cpu")
+    assert replayed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_node_on_a_gpu_gives_the_same_tokens_with_cuda_graphs(tiny_model: Path, dtype: str) -> None:
+def test_a_node_on_a_gpu_gives_the_same_tokens_with_cuda_graphs(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     gpu = {"device": "cuda", "dtype": dtype, "batch_invariant": True}
+    by_graphs = count_runs(monkeypatch, DecodeGraphs)
     eager = generated(tiny_model, **gpu, enforce_eager=True)
+    assert not by_graphs
     assert eager == generated(tiny_model, **gpu)
+    assert by_graphs
