@@ -23,12 +23,13 @@ import pytest
 from kvferry.common.fail_points import POINTS
 from kvferry.common.hashing import block_names, root_name
 from kvferry.services.index.redis import RedisIndex
+from kvferry.services.transfer.conformance.owners import HAS_UCX
 from tests.chaos.redis_troubles import Answers, trouble
 from tests.e2e.cluster import Cluster, Gateway, Node, cluster
 from tests.e2e.reference import RETURNED_S, wait_known
 
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", "1"))
-NUM_REQUESTS, AT_ONCE = 60, 5
+NUM_REQUESTS, AT_ONCE = 150, 5
 SETTLE_S = 10.0
 FAST = ("--lease-s", "3", "--lease-renew-s", "0.25", "--peer-timeout-s", "1.2")
 """A lost message costs one silence of a peer: shorter than in life, so that many can be lost in a minute."""
@@ -37,6 +38,8 @@ RULES = (
     "transfer.grpc.chunk=corrupt@3,transfer.grpc.chunk=corrupt@8,"
     "transfer.grpc.chunk=corrupt:0.1,transfer.grpc.chunk=drop:0.04,transfer.grpc.chunk=duplicate:0.04,"
     "transfer.grpc.chunk=delay:0.1:30,transfer.shm.copy=delay:0.3:40,"
+    "transfer.ucx.run=corrupt:0.05,transfer.ucx.run=drop:0.03,transfer.ucx.run=duplicate:0.03,"
+    "transfer.ucx.run=delay:0.1:30,"
     "transfer.lease.renew=drop:0.3,transfer.lease.renew=delay:0.1:400,transfer.lease.renew=duplicate:0.1,"
     "transfer.lease.release=drop:0.05,transfer.lease.release=duplicate:0.1,transfer.lease.released=drop:0.05,"
     "rpc.prefill.start=drop:0.03,rpc.prefill.start=duplicate:0.05,"
@@ -140,12 +143,16 @@ class Chaos:
         return self.nodes.start_node(role, *flags, *self._flags, "--fail-points", points, wait=False, port=port)
 
     async def run(self, bodies: list[dict[str, Any]], want: list[Any]) -> None:
-        rng, started = random.Random(SEED), time.monotonic()
-        leave = {i: rng.uniform(0, 0.5) for i in range(0, len(bodies), 7)}
-        guard = asyncio.create_task(self._restart_what_dies())
-        got = await ask_all(self.gateway.url, bodies, leave)
-        guard.cancel()
-        await asyncio.gather(guard, return_exceptions=True)
+        """The second half is asked for when those that died in the first are back: new ones behind old addresses."""
+        rng, started, half = random.Random(SEED), time.monotonic(), len(bodies) // 2
+        got: list[Any] = []
+        for part in (bodies[:half], bodies[half:]):
+            leave = {i: rng.uniform(0, 0.5) for i in range(0, len(part), 7)}
+            guard = asyncio.create_task(self._restart_what_dies())
+            got += await ask_all(self.gateway.url, part, leave)
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+            await asyncio.to_thread(self._wait_back)
         self.judge(got, want)
         self.summary.seconds = time.monotonic() - started
 
@@ -169,11 +176,14 @@ class Chaos:
                 self.nodes.processes.remove(node)
                 self.members[number] = self._start(node.name, "", node.port)
 
-    def settle(self) -> int:
-        """Blocks and leases that are still owned when everything has had time to end."""
-        self._restart_the_dead()  # with the last answer
+    def _wait_back(self) -> None:
+        self._restart_the_dead()
         for node in self.members:
             self.nodes.wait_node(node)
+            wait_known(self.gateway, node)
+
+    def settle(self) -> int:
+        """Blocks and leases that are still owned when everything has had time to end."""
         deadline, leaks = time.monotonic() + SETTLE_S, 1
         while leaks and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -224,7 +234,19 @@ KILL = {"prefill": "rpc.prefill.reply=kill@30", "decode": "rpc.decode.outputs=ki
 """Early: how many passages there are depends on how requests spread and how many tokens a message takes along."""
 
 
-@pytest.mark.parametrize(("transports", "kill"), [("grpc", {}), ("shm,grpc", KILL)], ids=["grpc", "shm,grpc,kill"])
+@pytest.mark.parametrize(
+    ("transports", "kill"),
+    [
+        pytest.param("grpc", {}, id="grpc"),
+        pytest.param("shm,grpc", KILL, id="shm,grpc,kill"),
+        pytest.param(
+            "ucx,grpc",
+            KILL,
+            id="ucx,grpc,kill",
+            marks=pytest.mark.skipif(not HAS_UCX, reason="ucxx is not installed: pip install 'kvferry[ucx]'"),
+        ),
+    ],
+)
 def test_no_fault_changes_an_answer_or_leaks_a_block(
     tiny_model: Path,
     tmp_path: Path,
@@ -245,6 +267,8 @@ def test_no_fault_changes_an_answer_or_leaks_a_block(
         assert leaks == 0
         assert run.summary.num_received > 0, "nothing was handed over at all"
         assert run.summary.faults.total() > 0  # those of a killed process are lost with it
+        first = {"grpc": "transfer.grpc.chunk", "shm": "transfer.shm.copy", "ucx": "transfer.ucx.run"}
+        assert any(fault.startswith(first[transports.split(",")[0]]) for fault in run.summary.faults), "what the run is named after"
         if transports == "grpc":
             assert run.summary.num_corrupt_blocks_caught > 0
         assert run.summary.restarts == dict.fromkeys(kill, 1)
