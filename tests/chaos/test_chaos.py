@@ -268,7 +268,8 @@ def test_no_fault_changes_an_answer_or_leaks_a_block(
         assert run.summary.num_received > 0, "nothing was handed over at all"
         assert run.summary.faults.total() > 0  # those of a killed process are lost with it
         first = {"grpc": "transfer.grpc.chunk", "shm": "transfer.shm.copy", "ucx": "transfer.ucx.run"}
-        assert any(fault.startswith(first[transports.split(",")[0]]) for fault in run.summary.faults), "what the run is named after"
+        point = first[transports.split(",")[0]]
+        assert any(fault.startswith(point) for fault in run.summary.faults), f"nothing went wrong at {point}"
         if transports == "grpc":
             assert run.summary.num_corrupt_blocks_caught > 0
         assert run.summary.restarts == dict.fromkeys(kill, 1)

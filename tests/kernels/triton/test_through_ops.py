@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvferry.kernels import ops
+from kvferry.kernels.triton import elementwise
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.host_mirror import HostMirror
 from kvferry.services.engine.loader import load_model
@@ -90,6 +91,20 @@ def test_copies_that_build_on_each_other_are_done_in_order(device: torch.device)
     ops.copy_blocks(pool, [0, 2], [1, 0])  # block 0 is given away, then overwritten
     assert torch.equal(pool[1], before[0])
     assert torch.equal(pool[0], before[2])
+
+
+def test_copies_that_build_on_each_other_are_never_one_launch(
+    on_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose copies are made at once, in no order; the interpreter's come one after the other and would not tell."""
+    pool, launched = randn(4, 1, 2, 1, 4, 8).to(on_gpu), []
+    before = pool.clone()
+    monkeypatch.setattr(elementwise, "copy_blocks", lambda *arguments: launched.append(arguments))
+    ops.copy_blocks(pool, [0, 1], [1, 2])
+    assert torch.equal(pool[:3], before[[0, 0, 0]])
+    assert not launched
+    ops.copy_blocks(pool, [0, 1], [2, 3])
+    assert launched
 
 
 def test_the_flag_decides_on_a_gpu_and_is_part_of_the_numerics(
