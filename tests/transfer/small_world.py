@@ -383,6 +383,9 @@ class World:
                 if block.name is not None:
                     want = [block.name.decode()] * HALVES
                     assert node.memory[block_id] == want, f"block {block.name!r} holds {node.memory[block_id]}"
+                    prompt, number = block.name.decode().removeprefix("p").split(".")
+                    parent = label(int(prompt), max(int(number) - 1, 0)).encode()
+                    assert node.pool.holds(parent), f"block {block.name!r} has outlived its parent"
         pins = sum(block.num_pins for block in self.owner.pool._blocks)
         assert pins == self.leases.counts().num_pins, "pins without a lease, or a lease without its pins"
         assert all(len(outcome) <= 1 for outcome in self.outcomes), f"more than one ending: {self.outcomes}"

@@ -30,7 +30,7 @@ def clone(world: World) -> World:
     pool, new.leases = new.owner.pool, _flat(world.leases)
     vars(new.leases).update(_pin=pool.pin, _unpin=pool.unpin, _clock=new.clock)
     new.leases._leases = {
-        lease_id: replace(lease, block_ids=set(lease.block_ids)) for lease_id, lease in world.leases._leases.items()
+        lease_id: replace(lease, block_ids=dict(lease.block_ids)) for lease_id, lease in world.leases._leases.items()
     }
     for p, run in world.runs.items():
         new.runs[p] = copied = replace(run, side=_flat(run.side), block_ids=list(run.block_ids))
@@ -57,7 +57,7 @@ def fingerprint(world: World) -> object:
         runs.append((p, side.state, side._num_pinned, side._num_reported, *run.block_ids, run.num_filled))
         ids.setdefault(side.lease_id, len(ids))
     leases = tuple(
-        (ids.get(lease.lease_id, -1), max(lease.expires_at - world.now, 0.0), tuple(sorted(lease.block_ids)))
+        (ids.get(lease.lease_id, -1), max(lease.expires_at - world.now, 0.0), tuple(lease.block_ids))
         for lease in world.leases._leases.values()
     )
     receives = tuple(

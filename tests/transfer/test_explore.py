@@ -10,7 +10,7 @@ from kvferry.services.transfer.protocol import ReaderSide
 from tests.transfer.explore import INSTANCES, explore
 from tests.transfer.small_world import Budgets, World
 
-FLOORS = (12_500, 20_000, 3_300, 13_500, 11_000)
+FLOORS = (12_500, 19_500, 3_100, 13_500, 11_000)
 
 
 @pytest.mark.parametrize(("name", "floor"), list(zip(INSTANCES, FLOORS, strict=True)), ids=range(len(INSTANCES)))
@@ -58,6 +58,13 @@ def test_the_explorer_sees_blocks_that_are_freed_while_they_are_leased(monkeypat
     monkeypatch.setattr(BlockPool, "pin", lambda pool, block_ids: None)
     with pytest.raises(AssertionError):
         explore(1, Budgets(cancel=0, crash=0))
+
+
+def test_the_explorer_sees_a_parent_that_is_evicted_before_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpin = BlockPool.unpin
+    monkeypatch.setattr(BlockPool, "unpin", lambda pool, block_ids: unpin(pool, block_ids[::-1]))
+    with pytest.raises(AssertionError, match=r"outlived its parent.*evict"):
+        explore(1, Budgets(cancel=0, crash=0, evict=1))
 
 
 def test_the_explorer_sees_blocks_that_are_taken_out_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
