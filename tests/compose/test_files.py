@@ -117,6 +117,14 @@ def test_images_are_built_of_pinned_packages_alone():
     assert names <= {line.partition("==")[0].lower() for line in lines if "==" in line}
 
 
+def test_no_pin_refuses_a_build_of_torch_for_one_cuda_version_or_another():
+    """Each asks for its own major version of these."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    names = {line.partition("==")[0] for line in lines if "==" in line}
+    assert not names & {"cuda-bindings", "cuda-toolkit"}
+    assert not [name for name in names if name.startswith("nvidia-") and name != "nvidia-ml-py"]
+
+
 def test_the_wheelhouse_has_the_wheel_of_the_default_model():
     source = ALIASES[knobs()["KVFERRY_MODEL"]]
     assert f"{source.distribution}=={source.version}" in (ROOT / "Makefile").read_text()
