@@ -92,7 +92,16 @@ class EngineConfig(Section):
         None, ge=1, description="bytes of KV pool (default: on CPU 512MiB, on GPU by gpu-memory-utilization)"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="part of the GPU's memory that weights, KV pool and workspace may take"
+        0.9,
+        gt=0,
+        le=1,
+        description="part of the GPU's memory that weights, KV pool and workspace may take; with up, of all its nodes",
+    )
+    kv_mirror_memory: Bytes | None = Field(
+        None,
+        ge=1,
+        description="on GPU: most host memory for the copy of the KV pool that peers read, and so the pool's largest "
+        "size unless kv-cache-memory gives one (default: half of what is free at the start)",
     )
     num_blocks_override: int | None = Field(None, ge=1, description="pool size in blocks, for tests")
     max_model_len: int | None = Field(None, ge=1, description="context limit (default: the model's own)")

@@ -19,6 +19,7 @@ NODE_ENVIRON = {
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _SELF = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def available_cores(cgroups: Path = _CGROUPS, membership: Path = _SELF) -> int:
@@ -33,9 +34,18 @@ def available_cores(cgroups: Path = _CGROUPS, membership: Path = _SELF) -> int:
 
 def available_memory_bytes(cgroups: Path = _CGROUPS, membership: Path = _SELF) -> int:
     """What is free on this machine, or left of the control groups' limits, whichever is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _available_bytes() or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = [_memory_left(folder, is_v1) for folder, is_v1 in _groups("memory", cgroups, membership)]
     return min((free, *(amount for amount in left if amount is not None)))
+
+
+def _available_bytes() -> int | None:
+    """What programs may take without swapping: with what the page cache would give back."""
+    try:
+        lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+        return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
 
 
 def _quota(cgroups: Path, membership: Path) -> float | None:

@@ -21,6 +21,7 @@ from kvferry.common.nodes import Role
 from kvferry.services.index.open import open_index
 from kvferry.services.local.access import is_certificate_refusal
 from kvferry.services.local.flags import config_environ
+from kvferry.services.local.gpus import num_gpus, shared_out
 from kvferry.services.local.redis_server import redis_command, redis_url
 from kvferry.services.local.supervisor import Program
 from kvferry.services.rpc.aio import Dial, dialer
@@ -66,17 +67,19 @@ def node_programs(config: Config, core_board: Path | None = None) -> list[Progra
     host, first_port, metrics_port = config.node.node_host, config.node.node_port, config.node.metrics_port
     free = iter([] if first_port else free_ports(host, len(roles)))
     programs = []
-    for i, role in enumerate(roles):
+    placed = shared_out(config.engine, len(roles), num_gpus())
+    for i, (role, (engine, environ)) in enumerate(zip(roles, placed, strict=True)):
         update = {
             "node_id": f"{role}-{roles[:i].count(role)}",
             "node_port": first_port + i if first_port else next(free),
             "metrics_port": metrics_port + i if metrics_port else 0,
         }
-        programs.append(_node_program(config.model_copy(update={"node": config.node.model_copy(update=update)}), role))
+        own = config.model_copy(update={"engine": engine, "node": config.node.model_copy(update=update)})
+        programs.append(_node_program(own, role, environ))
     return programs
 
 
-def _node_program(config: Config, role: Role) -> Program:
+def _node_program(config: Config, role: Role, visible: dict[str, str]) -> Program:
     node, local = config.node, config.local
     # Two nodes with a thread for each core halve each other's speed and more; docs/benchmarks.md has the figures.
     share = max(1, available_cores() // (local.num_prefill + local.num_decode + local.num_both))
@@ -85,6 +88,7 @@ def _node_program(config: Config, role: Role) -> Program:
     config = config.model_copy(update={"engine": engine})
     environ = (
         NODE_ENVIRON
+        | visible
         | config_environ(config)
         | {
             "OMP_NUM_THREADS": str(threads),

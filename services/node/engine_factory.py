@@ -19,7 +19,7 @@ from kvferry.common.config import (
     EngineConfig,
 )
 from kvferry.common.core_board import CoreBoard
-from kvferry.common.cores import available_cores
+from kvferry.common.cores import available_cores, available_memory_bytes
 from kvferry.common.errors import ConfigError
 from kvferry.common.models import resolve_model
 from kvferry.common.nodes import LayoutCard, Role
@@ -166,9 +166,18 @@ def _card(folder: Path, model: ModelConfig, engine: EngineConfig, device: torch.
 
 def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda and f"is built for CUDA {torch.version.cuda} but finds no GPU"
+        built = torch.version.cuda and f"is built for CUDA {torch.version.cuda} but finds no GPU{_why_no_gpu()}"
         raise ConfigError(f"device cuda: torch {torch.__version__} {built or 'is a build for CPUs'}; use --device cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _why_no_gpu() -> str:
+    """What torch itself says: no driver, one too old for its build, no device visible."""
+    try:
+        torch.cuda.init()
+    except Exception as exc:  # torch's own kinds of it
+        return f" ({' '.join(str(exc).split())})"
+    return ""
 
 
 def _step_limits(engine: EngineConfig, role: Role) -> tuple[float | None, float | None]:
@@ -186,22 +195,41 @@ def _num_blocks(engine: EngineConfig, card: LayoutCard, device: torch.device) ->
         return engine.num_blocks_override
     memory = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
     if engine.kv_cache_memory is None and device.type == "cuda":
-        memory = gpu_kv_cache_bytes(*torch.cuda.mem_get_info(device), engine.gpu_memory_utilization)
+        torch.cuda.empty_cache()  # what loading has left over is counted as ours, else
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        memory = gpu_kv_cache_bytes(free, total, own, engine.gpu_memory_utilization)
+        memory = _within_host_memory(memory, engine.kv_mirror_memory or available_memory_bytes() // 2)
     if memory < card.block_bytes:
         raise ConfigError(f"kv_cache_memory {memory} is less than one block of {card.block_bytes} bytes")
     return memory // card.block_bytes
 
 
-def gpu_kv_cache_bytes(free: int, total: int, utilization: float) -> int:
-    """What is left for KV of a GPU's share once the weights are loaded. Raises ConfigError where nothing is."""
-    used = total - free
-    memory = int(total * utilization) - used - GPU_WORKSPACE_BYTES
+def gpu_kv_cache_bytes(free: int, total: int, own: int, utilization: float) -> int:
+    """What is left for KV of this node's share of a GPU once its weights (`own`) are loaded, and is there.
+
+    Counted from the share, not from what is free: nodes that start together on one GPU would all count the same bytes.
+    Raises ConfigError where nothing is left.
+    """
+    memory = min(int(total * utilization) - own, free) - GPU_WORKSPACE_BYTES
     if memory <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {utilization:g} of {total / 2**30:.1f} GiB leaves nothing for KV blocks: "
-            f"{used / 2**30:.1f} GiB are in use and {GPU_WORKSPACE_BYTES / 2**30:.1f} GiB are kept for steps"
+            f"this node's weights take {own / 2**30:.1f} GiB, {(total - free) / 2**30:.1f} GiB are in use, "
+            f"and {GPU_WORKSPACE_BYTES / 2**30:.1f} GiB are kept for steps"
         )
     return memory
+
+
+def _within_host_memory(memory: int, mirror_memory: int) -> int:
+    """The pool's mirror is as large as the pool, and comes to be used to the last block."""
+    if memory > mirror_memory:
+        log.warning(
+            "KV pool limited to %.1f GiB by host memory for its mirror (kv_mirror_memory); the GPU has room for %.1f",
+            mirror_memory / 2**30,
+            memory / 2**30,
+        )
+    return min(memory, mirror_memory)
 
 
 def _max_model_len(engine: EngineConfig, model: ModelConfig, num_blocks: int) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.common import cores
 from kvferry.common.cores import available_cores, available_memory_bytes
 
 
@@ -64,6 +65,12 @@ def test_memory_is_what_the_tightest_group_has_left(tmp_path):
     write(tmp_path / "fs" / "a" / "b" / "memory.max", "max")
     write(tmp_path / "fs" / "a" / "b" / "memory.current", "3000")
     assert available_memory_bytes(tmp_path / "fs", tmp_path / "self") == 6000
+
+
+def test_what_the_page_cache_would_give_back_counts_as_free(tmp_path, monkeypatch):
+    write(tmp_path / "meminfo", "MemTotal: 32000 kB\nMemFree: 1000 kB\nMemAvailable: 20000 kB\n")
+    monkeypatch.setattr(cores, "_MEMINFO", tmp_path / "meminfo")
+    assert available_memory_bytes(tmp_path, tmp_path / "none") == 20000 * 1024
 
 
 def test_memory_of_groups_v1(tmp_path):

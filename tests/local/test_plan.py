@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.config import load_config
-from kvferry.common.cores import NODE_ENVIRON, available_cores
+from kvferry.common.cores import NODE_ENVIRON, available_cores, available_memory_bytes
 from kvferry.common.errors import ConfigError
+from kvferry.services.local import gpus, plan
 from kvferry.services.local.plan import claim_gateway_port, free_ports, gateway_program, gateway_url, node_programs
 
 
@@ -74,3 +75,40 @@ def test_an_address_that_is_not_ours_is_said():
         free_ports("192.0.2.1", 1)
     with pytest.raises(ConfigError, match="--port"):
         claim_gateway_port(config(host="192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "environ", "expected"),
+    [
+        (0, {}, [(None, 0.9)] * 3),
+        (1, {}, [("0", 0.3)] * 3),
+        (2, {}, [("0", 0.45), ("1", 0.9), ("0", 0.45)]),
+        (8, {}, [("0", 0.9), ("1", 0.9), ("2", 0.9)]),
+        (2, {"CUDA_VISIBLE_DEVICES": "5, GPU-7"}, [("5", 0.45), ("GPU-7", 0.9), ("5", 0.45)]),
+    ],
+)
+def test_nodes_take_gpus_in_turn_and_share_one_s_memory(num_gpus, environ, expected):
+    placed = gpus.shared_out(config().engine, 3, num_gpus, environ)
+    found = [(env.get("CUDA_VISIBLE_DEVICES"), round(engine.gpu_memory_utilization, 3)) for engine, env in placed]
+    assert found == expected
+    mirrors = [engine.kv_mirror_memory for engine, _ in placed]
+    assert mirrors == [None] * 3 if not num_gpus else sum(mirrors) <= 0.6 * available_memory_bytes()
+
+
+def test_a_node_is_told_its_gpu(monkeypatch):
+    monkeypatch.setattr(plan, "num_gpus", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for program in node_programs(config(kv_mirror_memory=2**30)):
+        assert program.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        engine = load_config(environ=program.environ).engine
+        assert (engine.gpu_memory_utilization, engine.kv_mirror_memory) == (0.45, 2**30)
+    on_cpu = node_programs(config(device="cpu"))
+    assert not any("CUDA_VISIBLE_DEVICES" in program.environ for program in on_cpu)
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
+    assert gpus.num_gpus() == 0

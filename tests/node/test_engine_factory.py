@@ -12,7 +12,7 @@ import torch
 from kvferry.common.config import ClusterConfig, Config, EngineConfig, NodeConfig
 from kvferry.common.errors import ConfigError, LayoutMismatch
 from kvferry.common.hashing import root_name
-from kvferry.common.nodes import Role
+from kvferry.common.nodes import LayoutCard, Role
 from kvferry.common.requests import SamplingParams
 from kvferry.kernels.cpu.narrow import NarrowLinear
 from kvferry.services.engine.cuda_graphs import DecodeGraphs
@@ -32,15 +32,45 @@ from kvferry.services.node.engine_factory import (
 from kvferry.services.node.metrics import cache_config_info
 from kvferry.services.rpc.convert import card_from_pb, card_to_pb
 
+GIB = 2**30
+GPU = torch.device("cuda")
 
-def test_a_gpu_gives_its_share_less_what_is_in_use_and_the_workspace() -> None:
-    gib = 2**30
-    assert gpu_kv_cache_bytes(70 * gib, 80 * gib, 0.9) == 72 * gib - 10 * gib - GPU_WORKSPACE_BYTES
+
+def test_a_gpu_gives_its_share_less_the_weights_and_the_workspace() -> None:
+    assert gpu_kv_cache_bytes(70 * GIB, 80 * GIB, 8 * GIB, 0.9) == 72 * GIB - 8 * GIB - GPU_WORKSPACE_BYTES
+
+
+def test_what_others_use_of_a_gpu_is_not_taken() -> None:
+    assert gpu_kv_cache_bytes(30 * GIB, 80 * GIB, 8 * GIB, 0.9) == 30 * GIB - GPU_WORKSPACE_BYTES
+
+
+def test_two_nodes_that_start_together_on_one_gpu_find_room() -> None:
+    """Neither has taken its pool when both look, or one has: in any order."""
+    own, total = 2 * GIB, 80 * GIB
+    early = gpu_kv_cache_bytes(total - 2 * own, total, own, 0.45)
+    late = gpu_kv_cache_bytes(total - 2 * own - early, total, own, 0.45)
+    assert early == late == 36 * GIB - own - GPU_WORKSPACE_BYTES
+    assert 2 * (early + own + GPU_WORKSPACE_BYTES) < total
 
 
 def test_a_gpu_whose_share_is_used_up_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"0\.5 of 8\.0 GiB.*4\.0 GiB are in use"):
-        gpu_kv_cache_bytes(4 * 2**30, 8 * 2**30, 0.5)
+    with pytest.raises(ConfigError, match=r"0\.5 of 8\.0 GiB.*weights take 3\.0 GiB, 4\.0 GiB are in use"):
+        gpu_kv_cache_bytes(4 * GIB, 8 * GIB, 3 * GIB, 0.5)
+
+
+@pytest.mark.parametrize(("mirror_memory", "limited"), [(None, 3 * GIB), (GIB, GIB), (90 * GIB, 60 * GIB)])
+def test_a_gpu_s_pool_is_no_larger_than_its_mirror_may_be(
+    mirror_memory: int | None, limited: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (75 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 12 * GIB - GPU_WORKSPACE_BYTES)
+    monkeypatch.setattr(engine_factory, "available_memory_bytes", lambda: 6 * GIB)
+    engine = EngineConfig(kv_mirror_memory=mirror_memory)
+    card = LayoutCard("m", "n", "bfloat16", 16, 32, 8, 128, "0")
+    assert card.block_bytes == 2 * 2**20
+    assert engine_factory._num_blocks(engine, card, GPU) == limited // card.block_bytes
+    assert ("limited to" in caplog.text) == (limited < 60 * GIB)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -48,6 +78,17 @@ def test_cuda_is_refused_where_torch_has_none(tiny_model: Path) -> None:
     config = Config(cluster=ClusterConfig(model=str(tiny_model)), engine=EngineConfig(device="cuda"))
     with pytest.raises(ConfigError, match=r"device cuda: torch .* is a build for CPUs; use --device cpu"):
         build_engine(config, Role.BOTH, "none", lambda report: None)
+
+
+def test_why_torch_finds_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system\nis too old (found version 12020).")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"CUDA 13\.0 but finds no GPU \(The NVIDIA driver on your system is too old"):
+        engine_factory._device("cuda")
 
 
 def test_nodes_that_keep_weights_differently_share_no_blocks(tiny_model: Path) -> None:
@@ -98,9 +139,6 @@ def test_nodes_that_keep_kv_differently_share_no_blocks(tiny_model: Path) -> Non
         wide.check_compatible(narrow[0], "peer")
     cache = cache_config_info(EngineConfig(), narrow[0], num_blocks[2])
     assert (cache["cache_dtype"], cache["block_bytes"]) == ("bfloat16", str(wide.block_bytes // 2))
-
-
-GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("kept", ["auto", "bfloat16"])
