@@ -42,9 +42,7 @@ test-clients: $(DEV)  ## run LiteLLM, LangChain, guidellm and aiperf against a c
 
 .PHONY: test-gpu
 test-gpu: $(DEV)  ## on a machine with an NVIDIA GPU: every test that needs one, then kernels and decode steps timed
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
-	$(BIN)/python -m pytest -m gpu $(ARGS)
-	for dtype in bfloat16 float16 float32; do $(BIN)/python -m benchmarks kernels --dtype $$dtype || exit; done
+	@exec $(BIN)/python -m tests.gpu $(ARGS)
 
 .PHONY: check
 check: $(DEV)  ## lint, formatting and types

@@ -38,6 +38,7 @@ def step_cases(
             lambda: eager.hidden(alone, pool),
             num_bytes + num_seqs * width * pool[0].nbytes,
             peers={"eager": lambda batch=batch: eager.hidden(batch, pool)},
+            is_exact=True,
         )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels import reference
 from kvferry.kernels.triton import attention, dense, elementwise, sampling
+from kvferry.services.engine.host_mirror import HostMirror
 
 Op = Callable[[], torch.Tensor]
 
@@ -43,6 +44,7 @@ class Case:
     num_operations: int = 0
     peers: dict[str, Op] = field(default_factory=dict)
     written: tuple[torch.Tensor, torch.Tensor] | None = None  # beside the result, by the op and by its truth
+    is_exact: bool = False  # whether the truth's very bits are expected
 
 
 def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -55,6 +57,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
     yield from _dense(sizes, randn)
     yield from _elementwise(sizes, randn)
     yield from _blocks(sizes, randn)
+    yield from _mirror(sizes, randn)
     yield from _sampling(sizes, randn)
 
 
@@ -103,12 +106,12 @@ def _attention_peers(
     found: dict[str, Op] = {
         "torch SDPA": lambda: F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, enable_gqa=True)
     }
-    if find_spec("flash_attn"):
+    if find_spec("flash_attn") and query.dtype != torch.float32:
         from flash_attn import flash_attn_func
 
         q, k, v = (x.transpose(1, 2).contiguous() for x in (rows, key, value))
         found["flash-attn"] = lambda: flash_attn_func(q, k, v, causal=True)
-    if find_spec("flashinfer") and num_rows == 1:
+    if find_spec("flashinfer") and num_rows == 1 and query.dtype != torch.float32:
         import flashinfer
 
         paged, width = pool[:, 0].contiguous(), table.shape[1]
@@ -181,9 +184,31 @@ def _blocks(sizes: Sizes, randn: Randn) -> Iterator[Case]:
         lambda: elementwise.gather_blocks(pool, sources),
         lambda: pool[sources],
         lambda: elementwise.gather_blocks(pool, sources[:1]),
-        2 * len(sources) * pool[0].nbytes,
+        is_exact=True,
+        num_bytes=2 * len(sources) * pool[0].nbytes,
         peers={"torch": lambda: pool[sources]},
     )
+
+
+def _mirror(sizes: Sizes, randn: Randn) -> Iterator[Case]:
+    """What a step of prompts adds to its time where peers read its blocks: a gather, and the way into host memory."""
+    pool = randn(sizes.num_tokens // sizes.block_size + 1, 16, 2, sizes.num_kv_heads, sizes.block_size, sizes.head_dim)
+    mirror = HostMirror(pool, host := torch.zeros_like(pool, device="cpu"))
+    block_ids = list(range(len(pool) - 1, 0, -1))
+
+    def down() -> torch.Tensor:
+        mirror.copy_down(block_ids)
+        return host[1:]
+
+    def up() -> torch.Tensor:
+        pool[1:] = 0
+        mirror.copy_up(block_ids)
+        return pool[1:].cpu()
+
+    kept, num_bytes = pool[1:].cpu(), pool[1:].nbytes
+    size = f"{num_bytes / 2**20:.0f} MiB"
+    yield Case(f"blocks into the host's mirror, {size}", down, lambda: kept, num_bytes=num_bytes, is_exact=True)
+    yield Case(f"and out of it, {size}, and read", up, lambda: kept, num_bytes=2 * num_bytes, is_exact=True)
 
 
 def _sampling(sizes: Sizes, randn: Randn) -> Iterator[Case]:
@@ -195,7 +220,8 @@ def _sampling(sizes: Sizes, randn: Randn) -> Iterator[Case]:
         lambda: sampling.filter_tokens(probs, *limits),
         lambda: reference.filter_tokens(probs, *limits),
         lambda: sampling.filter_tokens(probs[:1], *(limit[:1] for limit in limits)),
-        2 * probs.nbytes,
+        is_exact=True,
+        num_bytes=2 * probs.nbytes,
         peers={"torch, sorting": lambda: reference.filter_tokens(probs, *limits)},
     )
     uniform = torch.rand(len(probs), dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(probs.device)

@@ -15,7 +15,7 @@ from benchmarks.kernel_cases import Case, Sizes, cases
 from kvferry.kernels.triton import elementwise
 from tests.kernels.triton.test_decode_graphs import run_again
 
-SMALL = Sizes(2, 1, 16, 64, 96, 50, 16, num_seqs=2, context=40, chunk=20, num_tokens=3, num_layers=1)
+SMALL = Sizes(2, 1, 16, 64, 96, 50, 16, num_seqs=2, context=40, chunk=20, num_tokens=33, num_layers=1)
 
 
 def test_every_case_passes_its_check_and_a_wrong_result_does_not(device: torch.device) -> None:
@@ -34,7 +34,22 @@ def test_decode_steps_pass_it_and_a_wrong_result_does_not(on_gpu: torch.device) 
         wrong = replace(case, op=lambda case=case: case.op() * 0 + 1)
         assert kernels.check(wrong, torch.float32), case.name
         other_bits = replace(case, op=lambda case=case: case.op() * (1 + 1e-6))
-        assert "other bits alone" in str(kernels.check(other_bits, torch.float32))
+        assert "not the reference's bits" in str(kernels.check(other_bits, torch.float32))
+
+
+def test_a_result_of_small_numbers_is_not_taken_for_one_of_zeros() -> None:
+    """As attention over thousands of random keys has."""
+    want = 0.01 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for dtype in kernels.TOLERANCE:
+        assert kernels.check(Case("right", lambda: want * 1.001, lambda: want), torch.bfloat16) is None
+        assert "differs" in str(kernels.check(Case("zeros", lambda: want * 0, lambda: want), dtype))
+
+
+def test_a_case_that_fails_is_a_problem_like_another() -> None:
+    def op() -> torch.Tensor:
+        raise RuntimeError("out of resources")
+
+    assert kernels._problem(Case("any", op, op), torch.float32) == "RuntimeError: out of resources"
 
 
 @pytest.mark.parametrize("wrong_at", [None, 0, 1, 2])
