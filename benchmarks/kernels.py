@@ -2,7 +2,7 @@
 
 `python -m benchmarks kernels [--dtype bfloat16] [--check] [--json FILE]`. Ceilings are measured here: the bandwidth of
 a copy in memory, the rate of torch's product of large matrices. Whole decode steps as a CUDA graph and without, then
-kernels. A case that is wrong or fails does not keep the others from being checked and timed.
+kernels. All are checked, whichever is wrong or fails.
 """
 
 from __future__ import annotations
