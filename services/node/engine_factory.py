@@ -34,6 +34,7 @@ from kvferry.services.engine.model_config import ModelConfig
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
 from kvferry.services.engine.scheduler import Scheduler
+from kvferry.services.engine.warm_up import warm_up
 from kvferry.services.transfer.segment import PoolSegment
 
 log = logging.getLogger("kvferry.node")
@@ -82,6 +83,8 @@ def build_engine(config: Config, role: Role, instance_id: str, on_report: Callab
     host = host.view(num_blocks, card.num_layers, 2, card.num_kv_heads, card.block_size, card.head_dim)
     kv_cache = host if device.type == "cpu" else torch.empty_like(host, device=device)
     mirror = None if kv_cache is host else HostMirror(kv_cache, host)
+    if mirror is not None:
+        warm_up(model, kv_cache, mirror, max_model_len)
     if device.type == "cuda" and not config.engine.enforce_eager:
         _capture_decodes(model, kv_cache, config.engine.max_num_seqs, max_model_len)
     eos = tuple(model.config.eos_token_ids)
