@@ -31,7 +31,7 @@ from kvferry.services.engine.outputs import (
     TokenOutput,
 )
 from kvferry.services.engine.sampler import SampledToken
-from kvferry.services.engine.schedule import Schedule
+from kvferry.services.engine.schedule import RunnerLost, Schedule
 from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence as Seq
 from kvferry.services.engine.sequence import Status
@@ -48,7 +48,7 @@ class Runner(Protocol):
         """One token for each row that samples, each followed by one for each of its branches, in row order.
 
         The copies are made first; the rows' KV is in the pool afterwards, and log-probabilities of the rows' prompt
-        tokens that are wanted are with their sequences.
+        tokens that are wanted are with their sequences. Raises RunnerLost when later steps would fail, too.
         """
 
 
@@ -201,7 +201,8 @@ class Engine:
     # ---- the engine's thread
 
     def step(self) -> bool:
-        """Schedules, computes, books. False when there was nothing to compute."""
+        """Schedules, computes, books. False when there was nothing to compute. Raises RunnerLost, after which the
+        engine is of no use."""
         with self._mutex:
             self._woken = False
             schedule = self.scheduler.schedule()
@@ -212,6 +213,8 @@ class Engine:
         if schedule.rows:
             try:
                 sampled = self.runner.execute(schedule)
+            except RunnerLost:  # failing every batch from now on would be worse than ending
+                raise
             except Exception as exc:  # the batch is lost, the engine is not
                 failure = Internal(f"the engine failed in a step: {type(exc).__name__}: {exc}")
                 failure.__cause__ = exc

@@ -13,8 +13,11 @@ from kvferry.services.engine.host_mirror import HostMirror, filled_blocks
 from kvferry.services.engine.input_batch import InputBatch
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
-from kvferry.services.engine.schedule import Schedule, Scheduled
+from kvferry.services.engine.schedule import RunnerLost, Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence as Seq
+
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
+"""How errors begin after which every call of the process to its GPU fails. Running out of memory is none of them."""
 
 LOGPROB_ROWS = 64
 """Rows of logits that exist at once while a prompt's log-probabilities are computed."""
@@ -44,8 +47,16 @@ class TorchRunner:
     def num_threads(self) -> int:
         return torch.get_num_threads()
 
-    @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[SampledToken]:
+        try:
+            return self._execute(schedule)
+        except RuntimeError as exc:
+            if str(exc).startswith(DEVICE_ERRORS):
+                raise RunnerLost(f"the device of this process is lost: {exc}") from exc
+            raise
+
+    @torch.inference_mode()
+    def _execute(self, schedule: Schedule) -> list[SampledToken]:
         if self.mirror is not None:
             self.mirror.copy_up(schedule.arrived)
         copies = schedule.copies

@@ -8,6 +8,10 @@ from kvferry.common.nodes import num_positions
 from kvferry.services.engine.sequence import Sequence
 
 
+class RunnerLost(Exception):
+    """Raised by a runner whose device will compute no other step either."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """Tokens `[start, start + num_tokens)` of one sequence; `samples`: its next token is drawn from the last one."""

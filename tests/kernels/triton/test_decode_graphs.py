@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.common.errors import ConfigError
 from kvferry.kernels.triton import attention
@@ -148,6 +149,29 @@ def test_launches_depend_on_the_number_of_rows_alone(model: LlamaModel) -> None:
         found.append(summary(launches))
     assert found[0] == found[1] == found[2]
     assert {name for name, *_ in found[0]} >= {"paged_attention", "merge_splits", "matmul", "rotary_and_write_kv"}
+
+
+class Ops(TorchDispatchMode):
+    """Names of what torch itself is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_captured_step_brings_nothing_from_the_host_and_asks_nothing_of_the_device(model: LlamaModel) -> None:
+    """Either would end a capture: values read, sizes that depend on them, tensors made of Python's numbers."""
+    paged = PagedModel(model, 40)
+    rows = DecodeRows.spare(3, 7, model.device)
+    with Ops() as ops:
+        model._decode(rows, paged.kv_cache)
+    assert ops.names & {"embedding", "stack"}
+    waiting = {"_local_scalar_dense", "item", "nonzero", "masked_select", "lift_fresh", "equal", "is_nonzero", "unique"}
+    assert not ops.names & waiting
 
 
 def test_rows_of_an_earlier_step_become_spare(on_gpu: torch.device) -> None:
