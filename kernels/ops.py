@@ -26,7 +26,7 @@ from kvferry.kernels.cpu import elementwise as cpu_elementwise
 from kvferry.kernels.cpu import numerics as cpu_numerics
 from kvferry.kernels.cpu import sampling as cpu_sampling
 from kvferry.kernels.cpu.dense import PackedLinear
-from kvferry.kernels.cpu.narrow import NarrowLinear
+from kvferry.kernels.cpu.narrow import NarrowLinear, narrowed, narrowed_exactly
 from kvferry.kernels.cpu.narrow import WeightFormat as WeightFormat
 from kvferry.kernels.cpu.replay import Recording as Recording
 from kvferry.kernels.cpu.replay import record as record
@@ -197,18 +197,20 @@ def pack_linear(
     """A dense layer that maps [num_tokens, width] to [num_tokens, out]; `weight` is [out, width], `bias` [out].
 
     `batch_invariant` chooses on a GPU between our kernel and torch's, `weight_format` on a CPU how weights are kept:
-    narrower ones are rounded now, and multiplied in float32. Elsewhere they stay in the dtype that they come in. The
-    arguments are not kept on CPU, where weights are repacked: the caller may free them.
+    narrower ones are rounded now, and multiplied in float32; float32 ones are kept narrower where that loses nothing.
+    Elsewhere they stay in the dtype that they come in. The arguments are not kept on CPU, where weights are repacked:
+    the caller may free them.
     """
-    if weight.device.type == "cpu" and weight_format != "float32":
-        return NarrowLinear(weight, bias, weight_format)
+    if weight.device.type == "cpu":
+        narrow = narrowed_exactly(weight) if weight_format == "float32" else narrowed(weight, weight_format)
+        return PackedLinear(weight, bias) if narrow is None else NarrowLinear(narrow, bias)
     if weight_format not in ("float32", str(weight.dtype).removeprefix("torch.")):
         raise ValueError(f"{weight.dtype} weights become {weight_format} on a CPU only, not on {weight.device.type}")
     if batch_invariant and _is_gpu(weight):
         from kvferry.kernels.triton.dense import InvariantLinear
 
         return InvariantLinear(weight, bias)
-    return PackedLinear(weight, bias) if weight.device.type == "cpu" else TorchLinear(weight, bias)
+    return TorchLinear(weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvferry.kernels import reference
 from kvferry.kernels.cpu import attention, elementwise
 from kvferry.kernels.cpu.dense import PackedLinear
 from kvferry.kernels.cpu.jit.constants import KV_TILE
-from kvferry.kernels.cpu.narrow import GROUP, NarrowLinear, WeightFormat
+from kvferry.kernels.cpu.narrow import GROUP, NarrowLinear, WeightFormat, narrowed
 from kvferry.kernels.cpu.native import compiler_version
 
 
@@ -55,7 +55,7 @@ def _probe(dtype: torch.dtype, weight_format: WeightFormat, kv_dtype: torch.dtyp
     query, pool = _fixed(2, 38, 6, 64).to(dtype), _fixed(3, 16, 1, 2, 2, 16, 64).to(kv_dtype)
     tables, starts, context_lens = torch.arange(16).view(2, 8), (0, 37, 38), (60, 100)
     weight = _fixed(4, 128, 2100)
-    dense = PackedLinear(weight) if weight_format == "float32" else NarrowLinear(weight, None, weight_format)
+    dense = PackedLinear(weight) if weight_format == "float32" else NarrowLinear(narrowed(weight, weight_format))
     results = [dense(x), torch.log_softmax(x.float() * 5, dim=-1)]
     if dtype == torch.float32:
         plan = attention.plan_attention(tables, starts, context_lens)

@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvferry.kernels import ops
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu.narrow import NarrowLinear
 from kvferry.kernels.ops import WeightFormat
 from kvferry.services.engine.loader import load_model, model_fingerprint
 from tests.engine.paging import PagedModel, PagedSequence
@@ -21,7 +24,7 @@ TOKENS = torch.randint(3, 512, (90,), generator=torch.Generator().manual_seed(0)
 
 @pytest.mark.parametrize("weight_format", NARROW)
 def test_a_narrow_model_computes_the_bits_of_float32_over_its_rounded_weights(
-    weight_format: WeightFormat, tmp_path: Path
+    weight_format: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_tiny_model(tmp_path, tied=False, architecture="Qwen2ForCausalLM")
     model = load_model(folder, torch.float32, weight_format=weight_format)
@@ -30,8 +33,14 @@ def test_a_narrow_model_computes_the_bits_of_float32_over_its_rounded_weights(
     dense = {name for name in weights if name.endswith("proj.weight")} | {"lm_head.weight"}
     assert len(dense) == 15  # seven in each of two layers
     write_weights(folder, weights | {name: rounded(weights[name], weight_format) for name in dense})
-    _, expected = PagedModel(load_model(folder, torch.float32)).prefill(TOKENS, 90)
+    unasked = load_model(folder, torch.float32)
+    monkeypatch.setattr(ops, "narrowed_exactly", lambda weight: None)
+    full = load_model(folder, torch.float32)
+    _, expected = PagedModel(full).prefill(TOKENS, 90)
     assert torch.equal(got, expected)
+    assert isinstance(full.weights.head, PackedLinear)
+    assert isinstance(unasked.weights.head, NarrowLinear), "float32 that loses nothing is kept narrow"
+    assert torch.equal(PagedModel(unasked).prefill(TOKENS, 90)[1], expected)
 
 
 @pytest.mark.parametrize("weight_format", NARROW)

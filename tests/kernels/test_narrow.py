@@ -46,7 +46,7 @@ def test_more_rows_than_one_piece_change_nothing() -> None:
 @pytest.mark.parametrize("group", [64, 128])
 def test_groups_of_another_size_than_the_tile_are_scaled_right(group: int) -> None:
     weight, x = randn(65, 1100), randn(9, 1100, seed=1)
-    got = assert_rows_invariant(narrow.NarrowLinear(weight, None, "int8", group), x)
+    got = assert_rows_invariant(narrow.NarrowLinear(narrow.narrowed(weight, "int8", group)), x)
     assert_same_as_float32(got, x, rounded(weight, "int8", group), None)
 
 
@@ -71,6 +71,60 @@ def test_bfloat16_weights_of_every_kind_are_widened_exactly() -> None:
         for rows in (1, 2):
             got = layer(torch.ones(rows, 1))
             torch.testing.assert_close(got, weight.float().T.expand(rows, -1), rtol=0, atol=0, equal_nan=True)
+
+
+def on_a_grid(out: int, width: int, num_levels: int, with_offsets: bool) -> torch.Tensor:
+    """Weights as dequantised: in each group of 32 whole steps of a float16, from an offset on or around 0."""
+    generator = torch.Generator().manual_seed(3)
+    num_groups = -(-width // 32)
+    levels = torch.randint(0, num_levels + 1, (out, num_groups, 32), generator=generator)
+    levels[..., 0], levels[..., 1] = 0, num_levels
+    steps = (torch.rand(out, num_groups, 1, generator=generator) / 100 + 1e-4).half().float()
+    offsets = torch.randn(out, num_groups, 1, generator=generator).half().float() if with_offsets else 0.0
+    whole = levels.float() - (0 if with_offsets else num_levels // 2)
+    return (whole * steps + offsets).view(out, -1)[:, :width].contiguous()
+
+
+EXACT = {
+    "int8": on_a_grid(900, 608, 254, with_offsets=False),
+    "int8 with offsets": on_a_grid(900, 608, narrow.LEVELS, with_offsets=True),
+    "bfloat16": randn(900, 608).bfloat16().float(),
+    "float16": randn(900, 608).half().float(),
+}
+
+
+@pytest.mark.parametrize("kept_as", EXACT)
+def test_float32_weights_that_are_narrow_are_kept_so_and_have_the_same_bits(kept_as: str) -> None:
+    weight, bias, x = EXACT[kept_as], randn(900, seed=1), randn(70, 608, seed=2)
+    layer = ops.pack_linear(weight, bias)
+    assert isinstance(layer, narrow.NarrowLinear)
+    assert layer.kept_as == kept_as
+    assert_same_as_float32(assert_rows_invariant(layer, x), x, weight, bias)
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 1100])
+def test_groups_with_offsets_have_any_width(width: int) -> None:
+    weight, x = on_a_grid(65, max(width, 34), narrow.LEVELS, with_offsets=True)[:, :width].contiguous(), randn(9, width)
+    kept = narrow.narrowed(weight, "int8 with offsets")
+    got = assert_rows_invariant(narrow.NarrowLinear(kept), x)
+    assert_same_as_float32(got, x, kept.widened(), None)
+    if width > 33:  # else a group may lack its least or its greatest level
+        assert torch.equal(kept.widened()[:, :1088], weight[:, :1088])
+
+
+@pytest.mark.parametrize("kept_as", EXACT)
+@pytest.mark.parametrize("row", [0, 899])
+def test_a_single_bit_that_would_be_lost_keeps_all_weights_in_float32(kept_as: str, row: int) -> None:
+    weight = EXACT[kept_as].clone()
+    weight.view(torch.int32)[row, 300] ^= 1
+    assert isinstance(ops.pack_linear(weight), dense.PackedLinear)
+
+
+@pytest.mark.parametrize("odd", [-0.0, torch.inf, torch.nan])
+def test_int8_is_no_exact_form_of_what_it_cannot_hold(odd: float) -> None:
+    weight = EXACT["int8"].clone()
+    weight[5, 7] = odd
+    assert isinstance(ops.pack_linear(weight), dense.PackedLinear)
 
 
 def test_narrow_weights_are_refused_off_the_cpu() -> None:

@@ -53,6 +53,11 @@ def _dense(weight_format: str) -> torch.Tensor:
     return torch.cat([layer(randn(rows, 1100, seed=rows)) for rows in (1, 2, 3, 8, 33)])
 
 
+def _dense_with_offsets() -> torch.Tensor:
+    layer = narrow.NarrowLinear(narrow.narrowed(randn(130, 1100), "int8 with offsets"))
+    return torch.cat([layer(randn(rows, 1100, seed=rows)) for rows in (1, 2, 3, 8, 33)])
+
+
 def _attention() -> torch.Tensor:
     """A prompt's chunk, a decode and a short chunk over scattered blocks, behind 60, 100 and 126 keys."""
     pool = randn(24, 1, 2, 3, 16, 64, seed=1)
@@ -73,8 +78,15 @@ def _elementwise() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "compute",
-    [lambda: _dense("float32"), lambda: _dense("int8"), lambda: _dense("bfloat16"), _attention, _elementwise],
-    ids=["float32", "int8", "bfloat16", "attention", "elementwise"],
+    [
+        lambda: _dense("float32"),
+        lambda: _dense("int8"),
+        _dense_with_offsets,
+        lambda: _dense("bfloat16"),
+        _attention,
+        _elementwise,
+    ],
+    ids=["float32", "int8", "int8 with offsets", "bfloat16", "attention", "elementwise"],
 )
 def test_code_for_avx2_has_the_bits_of_this_processors_own(
     compute: Callable[[], torch.Tensor], avx2: native.Kernels, monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,8 @@ COLUMNS = 64
 WEIGHT_TILE = 64
 """Weights of so many inner positions stay in the first-level cache while all rows use them."""
 
-INT8, BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2, 3
-"""How numbers are kept: weights of a narrow dense layer in the first three ways, keys and values in the last three."""
+INT8, BFLOAT16, FLOAT16, FLOAT32, OFFSET_INT8 = 0, 1, 2, 3, 4
+"""How numbers are kept: weights of a narrow dense layer in all ways but FLOAT32, keys and values as floats."""
 
 BUCKETS = 2048
 """Of the histogram by which the sampler's filters select: float64 each."""

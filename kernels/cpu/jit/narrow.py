@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, INT8, WEIGHT_TILE
+from kvferry.kernels.cpu.jit.constants import BFLOAT16, COLUMNS, INT8, OFFSET_INT8, WEIGHT_TILE
 from kvferry.kernels.cpu.jit.matmul import SUM_BLOCK, add_chain, copy, multiply_tile, next_rows
 from kvferry.kernels.cpu.jit.memory import F32, load_int, prefetch, take_next
-from kvferry.kernels.cpu.jit.simd import called, inlined, load, mul, store
+from kvferry.kernels.cpu.jit.simd import called, fma, inlined, load, mul, store
 from kvferry.kernels.cpu.jit.tiles import add_outer, load_rows, store_rows, zero_rows
 from kvferry.kernels.cpu.jit.widen import load_bfloat16, load_float16, load_int8
 
@@ -25,6 +25,14 @@ def _int8(width: int) -> Any:
     @inlined
     def widened(address, scales):
         return mul(load_int8(address, width), load(scales, width))
+
+    return widened
+
+
+def _offset_int8(width: int) -> Any:
+    @inlined
+    def widened(address, scales):
+        return fma(load_int8(address, width), load(scales, width), load(scales + _STRIDE, width))
 
     return widened
 
@@ -105,8 +113,10 @@ def _tile(widening: Any, size: int) -> Any:
     return write
 
 
-_rows_int8, _rows_bfloat16, _rows_float16 = _few_rows(_int8, 1), _few_rows(_bfloat16, 2), _few_rows(_float16, 2)
-_tile_int8, _tile_bfloat16, _tile_float16 = _tile(_int8, 1), _tile(_bfloat16, 2), _tile(_float16, 2)
+_rows_int8, _rows_offset_int8 = _few_rows(_int8, 1), _few_rows(_offset_int8, 1)
+_rows_bfloat16, _rows_float16 = _few_rows(_bfloat16, 2), _few_rows(_float16, 2)
+_tile_int8, _tile_offset_int8 = _tile(_int8, 1), _tile(_offset_int8, 1)
+_tile_bfloat16, _tile_float16 = _tile(_bfloat16, 2), _tile(_float16, 2)
 
 
 def narrow_dense(args):
@@ -115,12 +125,13 @@ def narrow_dense(args):
     rows, width, num_columns = load_int(args + 48), load_int(args + 56), load_int(args + 64)
     kind, group = load_int(args + 80), load_int(args + 88)
     scratch = load_int(args + 72) + take_next(args + 8) * (rows * 2 + WEIGHT_TILE) * _STRIDE
-    size = 1 if kind == INT8 else 2
-    num_groups = (width + group - 1) // group
+    size = 1 if kind in (INT8, OFFSET_INT8) else 2
+    group_bytes = 2 * _STRIDE if kind == OFFSET_INT8 else _STRIDE
+    block_scales = (width + group - 1) // group * group_bytes
     block = take_next(args)
     while block * COLUMNS < num_columns:
         weights = packed + block * width * COLUMNS * size
-        _block(x, rows, width, weights, size, scales + block * num_groups * _STRIDE, scratch, kind, group)
+        _block(x, rows, width, weights, size, scales + block * block_scales, group_bytes, scratch, kind, group)
         columns = min(COLUMNS, num_columns - block * COLUMNS)
         for row in range(rows):
             copy(scratch + row * _STRIDE, out + (row * num_columns + block * COLUMNS) * F32, columns)
@@ -128,7 +139,7 @@ def narrow_dense(args):
 
 
 @inlined
-def _block(x, rows, width, weights, size, scales, scratch, kind, group):
+def _block(x, rows, width, weights, size, scales, group_bytes, scratch, kind, group):
     """`COLUMNS` columns of the product -> the first `rows` rows of `scratch`."""
     tile, chain = scratch + rows * 2 * _STRIDE, scratch
     for start in range(0, width, SUM_BLOCK):
@@ -138,7 +149,7 @@ def _block(x, rows, width, weights, size, scales, scratch, kind, group):
             here, a = weights + at * COLUMNS * size, x + at * F32
             after = here + count * COLUMNS * size
             for done in range(0, count, group):
-                part, scale = min(group, count - done), scales + (at + done) // group * _STRIDE
+                part, scale = min(group, count - done), scales + (at + done) // group * group_bytes
                 narrow = here + done * COLUMNS * size
                 if rows <= _FEW_ROWS:
                     _multiply(kind, rows, a + done * F32, width * F32, narrow, scale, chain, part, fresh and done == 0)
@@ -155,6 +166,8 @@ def _block(x, rows, width, weights, size, scales, scratch, kind, group):
 def _multiply(kind, rows, a, a_stride, b, scales, c, count, fresh):
     if kind == INT8:
         _rows_int8(rows, a, a_stride, b, scales, c, count, fresh)
+    elif kind == OFFSET_INT8:
+        _rows_offset_int8(rows, a, a_stride, b, scales, c, count, fresh)
     elif kind == BFLOAT16:
         _rows_bfloat16(rows, a, a_stride, b, scales, c, count, fresh)
     else:
@@ -165,6 +178,8 @@ def _multiply(kind, rows, a, a_stride, b, scales, c, count, fresh):
 def _widen(kind, b, scales, tile, count):
     if kind == INT8:
         _tile_int8(b, scales, tile, count)
+    elif kind == OFFSET_INT8:
+        _tile_offset_int8(b, scales, tile, count)
     elif kind == BFLOAT16:
         _tile_bfloat16(b, scales, tile, count)
     else:
