@@ -55,9 +55,9 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, group: int = GROUP) -
 
 
 def quantize_with_offsets(weight: torch.Tensor, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weight` [out, width] -> int8 [out, width], and scale and offset of each group: [out, 2 * ceil(width / group)].
+    """`weight` [out, width] -> int8 [out, width], and float16 [out, 2 * ceil(width / group)]: scale and offset of each.
 
-    A group's least weight is its offset and becomes 0, its greatest becomes `LEVELS`; scales are rounded to float16.
+    A group's least weight is its offset and becomes 0, its greatest becomes `LEVELS`.
     """
     (out, width), fill = weight.shape, -weight.shape[1] % group
     groups = torch.cat((weight, weight[:, -1:].expand(out, fill)), 1) if fill else weight
@@ -66,7 +66,7 @@ def quantize_with_offsets(weight: torch.Tensor, group: int = GROUP) -> tuple[tor
     scales = ((groups.amax(-1) - offsets) / LEVELS).half().float()
     steps = torch.where(scales > 0, scales, 1.0)[..., None]
     values = (groups - offsets[..., None]).div_(steps).round_().to(torch.int8)
-    return values.view(out, -1)[:, :width], torch.stack((scales, offsets), -1).view(out, -1)
+    return values.view(out, -1)[:, :width], torch.stack((scales, offsets), -1).half().view(out, -1)
 
 
 def dequantize_with_offsets(values: torch.Tensor, scales: torch.Tensor, group: int = GROUP) -> torch.Tensor:
@@ -74,7 +74,7 @@ def dequantize_with_offsets(values: torch.Tensor, scales: torch.Tensor, group: i
 
     The product is exact, a float16 times 4 bits, so that two roundings are one, as in the kernel.
     """
-    scale, offset = (scales[:, i::2].repeat_interleave(group, 1)[:, : values.shape[1]] for i in (0, 1))
+    scale, offset = (scales[:, i::2].float().repeat_interleave(group, 1)[:, : values.shape[1]] for i in (0, 1))
     return values.float() * scale + offset
 
 
@@ -84,7 +84,7 @@ class NarrowWeights:
 
     kept_as: str
     values: torch.Tensor  # [out, width]
-    scales: torch.Tensor | None
+    scales: torch.Tensor | None  # of each group, and offsets
     group: int
 
     def widened(self) -> torch.Tensor:

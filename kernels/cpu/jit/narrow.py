@@ -16,6 +16,7 @@ from kvferry.kernels.cpu.jit.tiles import add_outer, load_rows, store_rows, zero
 from kvferry.kernels.cpu.jit.widen import load_bfloat16, load_float16, load_int8
 
 _STRIDE = COLUMNS * F32
+"""Bytes of a row of sums, and of what a group is scaled by: a float32 for each column, or two float16."""
 
 _FEW_ROWS = 8
 """Up to here a weight is widened in a register each time that it is used, beyond once, into a tile in memory."""
@@ -23,50 +24,63 @@ _FEW_ROWS = 8
 
 def _int8(width: int) -> Any:
     @inlined
-    def widened(address, scales):
-        return mul(load_int8(address, width), load(scales, width))
+    def factors(scales):
+        return (load(scales, width),)
 
-    return widened
+    @inlined
+    def widened(address, factors):
+        return mul(load_int8(address, width), factors[0])
+
+    return factors, widened
 
 
 def _offset_int8(width: int) -> Any:
+    """Scales are float16, and offsets, which follow a group's scales."""
+
     @inlined
-    def widened(address, scales):
-        return fma(load_int8(address, width), load(scales, width), load(scales + _STRIDE, width))
+    def factors(scales):
+        return load_float16(scales, width), load_float16(scales + COLUMNS * 2, width)
 
-    return widened
-
-
-def _bfloat16(width: int) -> Any:
     @inlined
-    def widened(address, scales):
-        return load_bfloat16(address, width)
+    def widened(address, factors):
+        return fma(load_int8(address, width), factors[0], factors[1])
 
-    return widened
-
-
-def _float16(width: int) -> Any:
-    @inlined
-    def widened(address, scales):
-        return load_float16(address, width)
-
-    return widened
+    return factors, widened
 
 
-def _rows_by(rows: int, width: int, widening: Any, size: int) -> Any:
+def _plain(load_widened: Any) -> Any:
+    def form(width: int) -> Any:
+        @inlined
+        def factors(scales):
+            return (scales,)
+
+        @inlined
+        def widened(address, factors):
+            return load_widened(address, width)
+
+        return factors, widened
+
+    return form
+
+
+_bfloat16, _float16 = _plain(load_bfloat16), _plain(load_float16)
+
+
+def _rows_by(rows: int, width: int, widening: Any, size: int, scale_size: int) -> Any:
     """`c[rows, COLUMNS] (+)= a[rows, count] @ b[count, COLUMNS]` over weights of `size` bytes, `width` at a time."""
-    widened, fetches = widening(width), rows > 2  # what comes next, which hardware foresees for others
+    (factors, widened), fetches = widening(width), rows > 2  # what comes next, which hardware foresees for others
 
     @called
     def multiply(a, a_stride, b, scales, c, count, fresh):
         for at in range(0, COLUMNS, width):
             sums = zero_rows(rows, width) if fresh else load_rows(c + at * F32, _STRIDE, rows, width)
             number, weights, after = a, b + at * size, b + count * (COLUMNS + at) * size
+            scaling = factors(scales + at * scale_size)
             for _ in range(count):
                 if fetches:
                     prefetch(after)
                     after += width * size
-                sums = add_outer(sums, number, a_stride, widened(weights, scales + at * F32))
+                sums = add_outer(sums, number, a_stride, widened(weights, scaling))
                 number += F32
                 weights += COLUMNS * size
             store_rows(c + at * F32, _STRIDE, sums)
@@ -74,9 +88,9 @@ def _rows_by(rows: int, width: int, widening: Any, size: int) -> Any:
     return multiply
 
 
-def _few_rows(widening: Any, size: int) -> Any:
-    one, two, three = (_rows_by(*shape, widening, size) for shape in ((1, 64), (2, 32), (3, 16)))
-    four, six = _rows_by(4, 16, widening, size), _rows_by(6, 16, widening, size)
+def _few_rows(widening: Any, size: int, scale_size: int = F32) -> Any:
+    shapes = (1, 64), (2, 32), (3, 16), (4, 16), (6, 16)
+    one, two, three, four, six = (_rows_by(*shape, widening, size, scale_size) for shape in shapes)
 
     @inlined
     def multiply(rows, a, a_stride, b, scales, c, count, fresh):
@@ -101,19 +115,20 @@ def _few_rows(widening: Any, size: int) -> Any:
 
 def _tile(widening: Any, size: int) -> Any:
     """`tile[count, COLUMNS]` in float32 from the weights at `b`."""
-    widened = widening(COLUMNS)
+    factors, widened = widening(COLUMNS)
 
     @called
     def write(b, scales, tile, count):
+        scaling = factors(scales)
         for _ in range(count):
-            store(tile, widened(b, scales))
+            store(tile, widened(b, scaling))
             b += COLUMNS * size
             tile += _STRIDE
 
     return write
 
 
-_rows_int8, _rows_offset_int8 = _few_rows(_int8, 1), _few_rows(_offset_int8, 1)
+_rows_int8, _rows_offset_int8 = _few_rows(_int8, 1), _few_rows(_offset_int8, 1, 2)
 _rows_bfloat16, _rows_float16 = _few_rows(_bfloat16, 2), _few_rows(_float16, 2)
 _tile_int8, _tile_offset_int8 = _tile(_int8, 1), _tile(_offset_int8, 1)
 _tile_bfloat16, _tile_float16 = _tile(_bfloat16, 2), _tile(_float16, 2)
@@ -126,12 +141,11 @@ def narrow_dense(args):
     kind, group = load_int(args + 80), load_int(args + 88)
     scratch = load_int(args + 72) + take_next(args + 8) * (rows * 2 + WEIGHT_TILE) * _STRIDE
     size = 1 if kind in (INT8, OFFSET_INT8) else 2
-    group_bytes = 2 * _STRIDE if kind == OFFSET_INT8 else _STRIDE
-    block_scales = (width + group - 1) // group * group_bytes
+    num_groups = (width + group - 1) // group
     block = take_next(args)
     while block * COLUMNS < num_columns:
         weights = packed + block * width * COLUMNS * size
-        _block(x, rows, width, weights, size, scales + block * block_scales, group_bytes, scratch, kind, group)
+        _block(x, rows, width, weights, size, scales + block * num_groups * _STRIDE, scratch, kind, group)
         columns = min(COLUMNS, num_columns - block * COLUMNS)
         for row in range(rows):
             copy(scratch + row * _STRIDE, out + (row * num_columns + block * COLUMNS) * F32, columns)
@@ -139,7 +153,7 @@ def narrow_dense(args):
 
 
 @inlined
-def _block(x, rows, width, weights, size, scales, group_bytes, scratch, kind, group):
+def _block(x, rows, width, weights, size, scales, scratch, kind, group):
     """`COLUMNS` columns of the product -> the first `rows` rows of `scratch`."""
     tile, chain = scratch + rows * 2 * _STRIDE, scratch
     for start in range(0, width, SUM_BLOCK):
@@ -149,7 +163,7 @@ def _block(x, rows, width, weights, size, scales, group_bytes, scratch, kind, gr
             here, a = weights + at * COLUMNS * size, x + at * F32
             after = here + count * COLUMNS * size
             for done in range(0, count, group):
-                part, scale = min(group, count - done), scales + (at + done) // group * group_bytes
+                part, scale = min(group, count - done), scales + (at + done) // group * _STRIDE
                 narrow = here + done * COLUMNS * size
                 if rows <= _FEW_ROWS:
                     _multiply(kind, rows, a + done * F32, width * F32, narrow, scale, chain, part, fresh and done == 0)
