@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 11, 33)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 11, 13, 33)
 """All numbers of rows that a tile of a dense layer has, and sums of such."""
 ODD_WIDTHS = (7, 63, 100, 576, 2000)
 

@@ -18,7 +18,7 @@ from kvferry.kernels.cpu.jit.widen import load_bfloat16, load_float16, load_int8
 _STRIDE = COLUMNS * F32
 """Bytes of a row of sums, and of what a group is scaled by: a float32 for each column, or two float16."""
 
-_FEW_ROWS = 8
+_FEW_ROWS, _FEW_ROWS_16_BIT = 8, 12
 """Up to here a weight is widened in a register each time that it is used, beyond once, into a tile in memory."""
 
 
@@ -156,6 +156,7 @@ def narrow_dense(args):
 def _block(x, rows, width, weights, size, scales, scratch, kind, group):
     """`COLUMNS` columns of the product -> the first `rows` rows of `scratch`."""
     tile, chain = scratch + rows * 2 * _STRIDE, scratch
+    is_few = rows <= (_FEW_ROWS if size == 1 else _FEW_ROWS_16_BIT)
     for start in range(0, width, SUM_BLOCK):
         stop = min(start + SUM_BLOCK, width)
         for at in range(start, stop, WEIGHT_TILE):
@@ -165,11 +166,11 @@ def _block(x, rows, width, weights, size, scales, scratch, kind, group):
             for done in range(0, count, group):
                 part, scale = min(group, count - done), scales + (at + done) // group * _STRIDE
                 narrow = here + done * COLUMNS * size
-                if rows <= _FEW_ROWS:
+                if is_few:
                     _multiply(kind, rows, a + done * F32, width * F32, narrow, scale, chain, part, fresh and done == 0)
                 else:
                     _widen(kind, narrow, scale, tile + done * _STRIDE, part)
-            if rows > _FEW_ROWS:
+            if not is_few:
                 multiply_tile(a, width * F32, rows, tile, _STRIDE, COLUMNS, chain, _STRIDE, count, fresh, after, size)
         if start > 0:
             add_chain(scratch, chain, rows)
