@@ -31,9 +31,12 @@ test: $(DEV)  ## run the whole test suite
 test-compose: $(DEV)  ## build the images and run compose/compose.yaml with this machine's Docker
 	@exec env KVFERRY_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose $(ARGS)
 
-.PHONY: test-ucx
-test-ucx: $(DEV)  ## install UCX's Python package (346 MB) and run every test that needs it
+.PHONY: ucx
+ucx: $(DEV)  ## install UCX's Python package (346 MB) too; from then on `make test` tests its transport
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[worker,local,dev,ucx]' $(PIP_ARGS)
+
+.PHONY: test-ucx
+test-ucx: ucx  ## install UCX's Python package and run every test that needs it
 	$(BIN)/python -m pytest -k ucx $(ARGS)
 
 .PHONY: test-clients
