@@ -201,16 +201,19 @@ def pack_linear(
     Elsewhere they stay in the dtype that they come in. The arguments are not kept on CPU, where weights are repacked:
     the caller may free them.
     """
-    if weight.device.type == "cpu":
-        narrow = narrowed_exactly(weight) if weight_format == "float32" else narrowed(weight, weight_format)
-        return PackedLinear(weight, bias) if narrow is None else NarrowLinear(narrow, bias)
+    is_cpu = weight.device.type == "cpu"
+    if is_cpu and weight_format != "float32":
+        return NarrowLinear(narrowed(weight, weight_format), bias)
     if weight_format not in ("float32", str(weight.dtype).removeprefix("torch.")):
         raise ValueError(f"{weight.dtype} weights become {weight_format} on a CPU only, not on {weight.device.type}")
     if batch_invariant and _is_gpu(weight):
         from kvferry.kernels.triton.dense import InvariantLinear
 
         return InvariantLinear(weight, bias)
-    return TorchLinear(weight, bias)
+    if not is_cpu:
+        return TorchLinear(weight, bias)
+    narrow = narrowed_exactly(weight)
+    return PackedLinear(weight, bias) if narrow is None else NarrowLinear(narrow, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from tests.e2e.cluster import Cluster, Process, cluster
 from tests.k8s.manifests import Object, Pod, arguments, environ, of_kind
 
 OVERLAY = "cpu-demo"
-NUM_STREAMS, NUM_TOKENS = 6, 40
+NUM_STREAMS, NUM_TOKENS = 6, 160
 
 
 @dataclass

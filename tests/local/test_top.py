@@ -216,7 +216,10 @@ def test_a_real_cluster_is_shown_with_its_ferry_and_its_requests(tmp_path: Path,
         _complete(gateway, "ferried", prompt)
         _complete(gateway, "cached", prompt)
         command = [sys.executable, "-m", "kvferry.services.local.cli", "top", "--once", "--url", gateway.url]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        for _ in range(20):  # what nodes have moved comes with their heartbeats
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if "over shm" in ran.stdout:
+                break
     print(ran.stdout)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "all is well" in ran.stdout

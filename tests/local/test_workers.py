@@ -151,7 +151,7 @@ async def listens(gateway: Gateway) -> bool:
     """Whether the port still is."""
     try:
         await gateway.get("/health")
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):  # or taken just before, by nobody
         return False
     return True
 
