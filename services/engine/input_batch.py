@@ -44,8 +44,9 @@ class InputBatch:
         last_rows = ends[np.fromiter(map(_samples, rows), np.bool_, num_seqs)] - 1
         num_tokens, max_num_blocks = int(ends[-1]), int(widths.max())
 
-        sizes = num_tokens, num_tokens, num_tokens, len(last_rows), num_seqs * max_num_blocks
-        token_ids, positions, slots, logit_rows, tables = self._lay_out(sizes)
+        parts = _lay_out(num_tokens, num_tokens, num_tokens, len(last_rows), num_seqs * max_num_blocks)
+        memory = self._room_for(parts)
+        token_ids, positions, slots, logit_rows, tables = (memory[part] for part in parts)
         token_ids[:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens)
         logit_rows[:] = last_rows
         table_rows = tables.reshape(num_seqs, max_num_blocks)
@@ -59,7 +60,8 @@ class InputBatch:
         blocks = positions // self._block_size
         slots[:] = (table_rows[owners, blocks] - blocks) * self._block_size + positions
 
-        inputs = self._on_device(sizes)
+        on_device = torch.from_numpy(memory).to(self._device)
+        inputs = [on_device[part] for part in parts]
         return Batch(
             token_ids=inputs[0],
             positions=inputs[1],
@@ -70,20 +72,16 @@ class InputBatch:
             logit_rows=inputs[3],
         )
 
-    def _lay_out(self, sizes: Sequence[int]) -> list[Ints]:
-        if len(self._memory) < (end := _starts(sizes)[-1]):
+    def _room_for(self, parts: Sequence[slice]) -> Ints:
+        if len(self._memory) < (end := parts[-1].stop):
             self._memory = np.empty(2 * end, dtype=np.int64)
-        return [self._memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
-
-    def _on_device(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        starts = _starts(sizes)
-        memory = torch.from_numpy(self._memory[: starts[-1]]).to(self._device)
-        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return self._memory[:end]
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of the sizes begins, and where the last ends."""
-    return [*accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)]
+def _lay_out(*sizes: int) -> list[slice]:
+    """Parts of one array, one after the other, each aligned."""
+    starts = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _fill_padded(table: Ints, values: Ints, widths: Ints) -> None:
