@@ -19,7 +19,7 @@ from kvferry.common.nodes import LayoutCard, NodeLoad, NodeRecord, NodeState, Ro
 from kvferry.services.gateway.lookup import Named
 from kvferry.services.gateway.misfits import Misfit, find_misfits
 from kvferry.services.gateway.plan import InFlight, Plan
-from kvferry.services.index.base import PrefixIndex
+from kvferry.services.index.base import Nodes, PrefixIndex
 
 log = logging.getLogger("kvferry.gateway")
 
@@ -45,7 +45,7 @@ class NodeTable:
         self._lock = asyncio.Lock()
         self._refreshed_at = float("-inf")
         self._grace_until = float("-inf")
-        self._had_records = False
+        self._memory = b""
 
     async def refresh(self) -> None:
         """Asks the index now, unless somebody just did. Never raises: the last known nodes stay."""
@@ -53,22 +53,22 @@ class NodeTable:
             if self._clock() - self._refreshed_at < MIN_REFRESH_S:
                 return
             try:
-                records = await self._index.nodes()
+                found = await self._index.nodes()
             except IndexUnavailable as exc:
                 if self.index_ok:
                     log.warning("index unavailable, going on with the %d nodes last seen: %s", len(self.nodes), exc)
                 self.index_ok = False
             else:
-                self._take(records)
+                self._take(found)
                 self.index_ok = True
             self._refreshed_at = self._clock()
 
-    def _take(self, records: Sequence[NodeRecord]) -> None:
-        """A node that left is gone at once. But an index that was away, or knows nobody, has forgotten them."""
-        now = self._clock()
-        if not self.index_ok or (self._had_records and not records):
+    def _take(self, found: Nodes) -> None:
+        """A node that left is gone at once. But an index that was away, or was emptied, may have forgotten some."""
+        now, records = self._clock(), found.records
+        if not self.index_ok or found.memory != self._memory:
             self._grace_until = now + RETURN_GRACE_S
-        self._had_records = bool(records)
+        self._memory = found.memory
         mine = [record for record in records if record.model == self._model]
         if now < self._grace_until:
             known = {record.node_id for record in mine}

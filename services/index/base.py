@@ -22,6 +22,14 @@ class Matches(NamedTuple):
     coming: dict[str, int]
 
 
+class Nodes(NamedTuple):
+    """Live nodes, ordered by node id. `memory` is another one than before where the store has forgotten any of them: it
+    was emptied, or is back with an old copy. Those that left or fell silent do not change it."""
+
+    records: list[NodeRecord]
+    memory: bytes
+
+
 class PrefixIndex(Protocol):
     """Implementations: `MemoryIndex` (tests, one process) and `RedisIndex`. `tests/index/conformance.py` checks any.
 
@@ -42,9 +50,7 @@ class PrefixIndex(Protocol):
     async def withdraw(self, instance_id: str) -> None:
         """Removes the node and makes everything it stored unreachable. Idempotent."""
 
-    async def nodes(self) -> list[NodeRecord]:
-        """All live nodes, ordered by node id."""
-        ...
+    async def nodes(self) -> Nodes: ...
 
     async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
         """The node now holds these blocks. Idempotent. Instances that this object has not announced are ignored.

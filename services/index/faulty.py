@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvferry.common.errors import IndexUnavailable
 from kvferry.common.fail_points import Action, FailPoints, Fault, copies
 from kvferry.common.nodes import NodeRecord
-from kvferry.services.index.base import Matches, PrefixIndex
+from kvferry.services.index.base import Matches, Nodes, PrefixIndex
 
 
 def with_faults(index: PrefixIndex, fail_points: FailPoints) -> PrefixIndex:
@@ -30,7 +30,7 @@ class FaultyIndex:
     async def withdraw(self, instance_id: str) -> None:
         await self._index.withdraw(instance_id)
 
-    async def nodes(self) -> list[NodeRecord]:
+    async def nodes(self) -> Nodes:
         await self._passages("index.lookup")
         return await self._index.nodes()
 

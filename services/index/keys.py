@@ -33,6 +33,7 @@ class Keys:
         self.node_tag = namespace
         self.nodes = f"{{{namespace}}}:nodes"
         self.number = f"{{{namespace}}}:number"
+        self.memory = f"{{{namespace}}}:memory"
         self.node_prefix = f"{{{namespace}}}:node:"
         self.past_prefix = f"{{{namespace}}}:past:"
         self._tags = _even_tags() if is_cluster else ("",)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.common.errors import IndexUnavailable, Unavailable
 from kvferry.common.nodes import NodeRecord
-from kvferry.services.index.base import MAX_EXPECTED, Matches
+from kvferry.services.index.base import MAX_EXPECTED, Matches, Nodes
 
 
 @dataclass(slots=True)
@@ -24,11 +25,16 @@ class MemoryIndex:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._closed = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Forgets everything, as a Redis does that was emptied."""
         self._entries: dict[str, _Entry] = {}  # by node id
         self._latest: dict[str, str] = {}  # node id -> its newest instance, dead or alive
         self._replaced: set[str] = set()  # instances that a newer one has taken over from
         self._expected: dict[bytes, dict[tuple[str, tuple[bytes, ...]], float]] = {}  # by first name; until when
-        self._closed = False
+        self._memory = secrets.token_bytes(8)
 
     async def announce(self, record: NodeRecord, ttl_s: float) -> bool:
         self._sweep()
@@ -49,9 +55,10 @@ class MemoryIndex:
         if entry := self._find(instance_id):
             del self._entries[entry.record.node_id]
 
-    async def nodes(self) -> list[NodeRecord]:
+    async def nodes(self) -> Nodes:
         self._sweep()
-        return sorted((entry.record for entry in self._entries.values()), key=lambda record: record.node_id)
+        records = (entry.record for entry in self._entries.values())
+        return Nodes(sorted(records, key=lambda record: record.node_id), self._memory)
 
     async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
         if entry := self._find(instance_id):

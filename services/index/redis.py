@@ -4,6 +4,7 @@
     {ns}:node:<id>       hash number, instance, record; expires with the node's lease
     {ns}:past:<id>       sorted set of the instances that ever had this node id, by number: the fence
     {ns}:number          counter that numbers the instances, and moves whenever one comes or leaves
+    {ns}:memory          random; expires with the last lease, so that neither a flush nor an old copy leaves it in place
     ns:b:<block name>    its holders, packed as `runs.py` says; expires BLOCK_TTL_S after a store
     ns:at:<number>       how many updates of this instance have been applied
     ns:soon:<block name> prompts that begin so and have been sent to a node, packed as `expected.py` says: a sorted set
@@ -32,7 +33,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from kvferry.common.errors import IndexUnavailable, Unavailable
 from kvferry.common.nodes import NodeRecord
 from kvferry.services.index import expected, runs
-from kvferry.services.index.base import Matches
+from kvferry.services.index.base import Matches, Nodes
 from kvferry.services.index.cluster_wire import ClusterWire
 from kvferry.services.index.keys import Keys
 from kvferry.services.index.scripts import ANNOUNCE, LIVE, PRUNE, SCRIPTS, WITHDRAW
@@ -84,10 +85,11 @@ class RedisIndex:
         keys = self._keys
         expected = writer.acknowledged() if writer else {}
         calls = [(tag, ("GET", keys.at(tag, writer.number))) for tag in expected] if writer else []
+        node, past = keys.node_prefix + record.node_id, keys.past_prefix + record.node_id
         command = ANNOUNCE.call(
-            (keys.nodes, keys.node_prefix + record.node_id, keys.past_prefix + record.node_id, keys.number),
+            (keys.nodes, node, past, keys.number, keys.memory),
             *(record.node_id, record.instance_id, record.to_json(), max(1, round(ttl_s * 1000))),
-            # After a flush numbers start somewhere else, so that none comes twice.
+            # After a flush numbers start somewhere else, so that none comes twice, and the memory is another one.
             *(secrets.randbelow(2**29), int(anew)),
         )
         reply, *turns = await self._ask_each((keys.node_tag, command), *calls)
@@ -103,15 +105,17 @@ class RedisIndex:
         self._writers.pop(instance_id, None)
         await self._ask_nodes(WITHDRAW.call((self._keys.nodes, self._keys.number), self._keys.node_prefix, instance_id))
 
-    async def nodes(self) -> list[NodeRecord]:
-        reply = await self._ask_nodes(self._live("record"))
+    async def nodes(self) -> Nodes:
+        keys = self._keys
+        calls = (self._live("record"), ("GET", keys.memory))  # in this order: a flush between them changes the memory
+        reply, memory = map(_raised, await self._ask_each(*((keys.node_tag, call) for call in calls)))
         records = []
         for raw in reply[2::2]:
             try:
                 records.append(NodeRecord.from_json(raw))
             except ValueError as exc:
                 log.warning("a node of another version is in the index and is left out: %s", exc)
-        return sorted(records, key=lambda record: record.node_id)
+        return Nodes(sorted(records, key=lambda record: record.node_id), memory or b"")
 
     async def store(self, instance_id: str, names: Sequence[bytes]) -> None:
         if writer := self._writers.get(instance_id):

@@ -17,7 +17,7 @@ class Script:
         return ("EVALSHA", self.sha, len(keys), *keys, *args)
 
 
-# KEYS nodes, node, past, number; ARGV node id, instance, record, ttl ms, first number, 1 to begin anew.
+# KEYS nodes, node, past, number, memory; ARGV node id, instance, record, ttl ms, first number, 1 to begin anew.
 # -> {number, 1 if new}, or {0, 0} when a newer instance has taken over.
 ANNOUNCE = Script("""
 local number = redis.call('HGET', KEYS[2], 'number')
@@ -37,6 +37,8 @@ redis.call('HSET', KEYS[2], 'number', number, 'instance', ARGV[2], 'record', ARG
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 redis.call('PEXPIRE', KEYS[3], 86400000)
 redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('SETNX', KEYS[5], ARGV[5])
+if redis.call('PTTL', KEYS[5]) < tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[5], ARGV[4]) end
 return {tonumber(number), fresh}
 """)
 

@@ -15,4 +15,4 @@ def lone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with cluster(tmp_path_factory.mktemp("lone"), str(tiny_model)) as nodes:
         nodes.start_node("both", "--no-enable-prefix-caching")
         gateway = nodes.start_gateway()
-        yield lambda prompt: ask(gateway, prompt)
+        yield lambda prompt, **fields: ask(gateway, prompt, **fields)

@@ -36,7 +36,8 @@ class Reply:
     logprobs: tuple[float, ...]
 
 
-Lone = Callable[[list[int]], Reply]
+Lone = Callable[..., Reply]
+"""Of a prompt, and fields of the request."""
 
 
 def new_prompt(num_tokens: int) -> list[int]:

@@ -20,6 +20,8 @@ from tests.tiny_model import TinyShape, write_tiny_model
 
 LENGTH = 700
 NUM_BLOCKS = (LENGTH - 1) // 16
+MANY_TOKENS = 256
+"""A message takes along all tokens that are there: so many need more than three."""
 RESUMED_S = 30.0
 """A request whose decode node was lost waits for another one for so long."""
 DECODE = ("--local-prefill-max-tokens", "16")
@@ -88,9 +90,9 @@ def test_a_decode_node_that_dies_is_followed_by_its_successor_and_the_prefill_no
 ) -> None:
     prefill, decode, gateway = start(nodes, decode=("--fail-points", point))
     prompt = new_prompt(LENGTH)
-    want = lone(prompt)
+    want = lone(prompt, max_tokens=MANY_TOKENS)
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(ask, gateway, prompt)
+        answer = thread.submit(ask, gateway, prompt, max_tokens=MANY_TOKENS)
         wait_killed(decode, 30.0)
         wait_clean(prefill)
         nodes.processes.remove(decode)
@@ -104,7 +106,7 @@ def test_a_request_whose_decode_node_dies_and_is_not_followed_ends_in_one_clear_
     nodes.start_node("prefill", wait=False)
     decode = nodes.start_node("decode", *DECODE, "--fail-points", "rpc.decode.outputs=kill@3")
     gateway = nodes.start_gateway("--resume-timeout", "1")
-    reply = post(gateway, new_prompt(LENGTH), timeout_s=60)
+    reply = post(gateway, new_prompt(LENGTH), timeout_s=60, max_tokens=MANY_TOKENS)
     wait_killed(decode)
     assert reply.status_code == 503
     error = reply.json()["error"]

@@ -17,7 +17,7 @@ from kvferry.services.gateway.metrics import GatewayMetrics
 from kvferry.services.gateway.nodes import MIN_REFRESH_S, REPORT_AGE_S, RETURN_GRACE_S, Ledger, NodeTable
 from kvferry.services.gateway.plan import InFlight, RouteRequest
 from kvferry.services.gateway.router import choose
-from kvferry.services.index.base import Matches
+from kvferry.services.index.base import Matches, Nodes
 from kvferry.services.index.memory import MemoryIndex
 from tests.gateway.fake_decode import CARD
 from tests.gateway.test_router import node
@@ -40,7 +40,7 @@ class FlakyIndex(MemoryIndex):
         self.hangs = False
         self.num_lookups = 0
 
-    async def nodes(self) -> list[NodeRecord]:
+    async def nodes(self) -> Nodes:
         if self.fails:
             raise IndexUnavailable("gone")
         return await super().nodes()
@@ -75,7 +75,30 @@ def test_the_last_known_nodes_stay_while_the_index_is_away() -> None:
     asyncio.run(scenario())
 
 
-def test_a_flushed_index_is_not_believed_at_once_but_a_leaving_node_is() -> None:
+@pytest.mark.parametrize("back", [(), ("b",)], ids=["nobody", "one"])
+def test_a_flushed_index_is_not_believed_at_once_whoever_is_back_when_it_is_asked(back: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        clock, index = Clock(), MemoryIndex()
+        table = NodeTable(index, "tiny", clock)
+        for name in ("a", "b"):
+            await index.announce(node(name), 60)
+        await table.refresh()
+        clock.now += 100
+        index.flush()
+        for name in back:
+            await index.announce(node(name), 60)
+        for _ in range(int(RETURN_GRACE_S)):
+            clock.now += 0.9
+            await table.refresh()
+            assert [n.node_id for n in table.nodes if n.node_id not in back] == [n for n in "ab" if n not in back]
+        clock.now += 2
+        await table.refresh()
+        assert [n.node_id for n in table.nodes] == list(back)
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_leaves_is_gone_at_once_and_so_is_the_last_one() -> None:
     async def scenario() -> None:
         clock, index = Clock(), MemoryIndex()
         table = NodeTable(index, "tiny", clock)
@@ -87,10 +110,6 @@ def test_a_flushed_index_is_not_believed_at_once_but_a_leaving_node_is() -> None
         await table.refresh()
         assert [n.node_id for n in table.nodes] == ["a"]
         await index.withdraw("i-a")
-        for _ in range(int(RETURN_GRACE_S)):
-            clock.now += 0.9
-            await table.refresh()
-            assert [n.node_id for n in table.nodes] == ["a"]
         clock.now += 2
         await table.refresh()
         assert table.nodes == ()

@@ -207,6 +207,8 @@ async def refuses(url: str) -> None:
                     await other.get("/health")
             except httpx.ConnectError:
                 return
+            except httpx.ReadError:
+                pass  # it was taken, and then the listener was closed
 
 
 def refusal(folder: Path, **flags: object) -> str:

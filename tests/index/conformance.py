@@ -44,13 +44,13 @@ async def check_a_record_comes_back_as_it_was_announced(connect: Connect) -> Non
     )
     record = replace(node("a", role=Role.BOTH), state=NodeState.DRAINING, load=load, metrics_address="h:9")
     await connect().announce(record, TTL_S)
-    assert await connect().nodes() == [record]
+    assert (await connect().nodes()).records == [record]
 
 
 async def check_nodes_are_ordered_by_node_id(connect: Connect) -> None:
     for name in ("c", "a", "b"):
         await connect().announce(node(f"instance-{name}", name), TTL_S)
-    assert [record.node_id for record in await connect().nodes()] == ["a", "b", "c"]
+    assert [record.node_id for record in (await connect().nodes()).records] == ["a", "b", "c"]
 
 
 async def check_announce_tells_whether_the_instance_was_known(connect: Connect) -> None:
@@ -65,7 +65,7 @@ async def check_a_renewal_replaces_the_load_and_keeps_the_blocks(connect: Connec
     await index.announce(node("a"), TTL_S)
     await index.store("a", chain(4))
     await index.announce(replace(node("a"), load=NodeLoad(num_running=7)), TTL_S)
-    assert (await index.nodes())[0].load.num_running == 7
+    assert (await index.nodes()).records[0].load.num_running == 7
     assert (await index.match(chain(4))).held == {"a": 4}
 
 
@@ -75,7 +75,7 @@ async def check_a_silent_node_is_gone_and_comes_back_empty(connect: Connect) -> 
     await index.announce(node("b"), TTL_S)
     await index.store("a", chain(4))
     await asyncio.sleep(0.2)
-    assert [record.instance_id for record in await index.nodes()] == ["b"]
+    assert [record.instance_id for record in (await index.nodes()).records] == ["b"]
     assert (await index.match(chain(4))).held == {}
     await index.store("a", chain(4))
     assert await index.announce(node("a"), TTL_S) is True
@@ -89,7 +89,7 @@ async def check_a_new_instance_replaces_the_old_at_once(connect: Connect) -> Non
     await old.announce(node("old", "n"), TTL_S)
     await old.store("old", chain(4))
     assert await new.announce(node("new", "n"), TTL_S) is True
-    assert [record.instance_id for record in await old.nodes()] == ["new"]
+    assert [record.instance_id for record in (await old.nodes()).records] == ["new"]
     assert (await old.match(chain(4))).held == {}
     await old.store("old", chain(4))
     assert (await new.match(chain(4))).held == {}
@@ -102,7 +102,7 @@ async def check_a_replaced_instance_is_refused_for_good(connect: Connect) -> Non
     for _ in range(2):
         with pytest.raises(Unavailable, match="newer instance"):
             await old.announce(node("old", "n"), TTL_S)
-    assert [record.instance_id for record in await new.nodes()] == ["new"]
+    assert [record.instance_id for record in (await new.nodes()).records] == ["new"]
     assert await new.announce(node("new", "n"), TTL_S) is False
     await new.withdraw("new")
     with pytest.raises(Unavailable, match="newer instance"):
@@ -126,10 +126,24 @@ async def check_withdraw_removes_the_node_and_its_blocks(connect: Connect) -> No
     await connect().withdraw("a")
     await index.withdraw("a")
     await index.withdraw("never seen")
-    assert [record.instance_id for record in await index.nodes()] == ["b"]
+    assert [record.instance_id for record in (await index.nodes()).records] == ["b"]
     assert (await index.match(chain(3))).held == {"b": 3}
     assert await index.announce(node("a"), TTL_S) is True
     assert (await index.match(chain(3))).held == {"b": 3}
+
+
+async def check_the_memory_stays_whoever_comes_leaves_or_falls_silent(connect: Connect) -> None:
+    index = connect()
+    await index.announce(node("a"), TTL_S)
+    memory = (await index.nodes()).memory
+    await index.announce(node("b"), 0.05)
+    await index.announce(node("c"), TTL_S)
+    await index.announce(replace(node("a"), instance_id="a2"), TTL_S)
+    await asyncio.sleep(0.1)
+    await index.withdraw("c")
+    found = await connect().nodes()
+    assert [record.instance_id for record in found.records] == ["a2"]
+    assert found.memory == memory != b""
 
 
 async def check_match_counts_leading_blocks_only(connect: Connect) -> None:
@@ -219,7 +233,7 @@ async def check_nothing_is_expected_of_nodes_that_do_not_live(connect: Connect) 
     await index.announce(node("new", "node-old"), TTL_S)
     assert (await gateway.match(names)).coming.keys() - {"dies"} == {"stays"}
     await asyncio.sleep(0.4)
-    assert [record.instance_id for record in await index.nodes()] == ["new", "stays"]
+    assert [record.instance_id for record in (await index.nodes()).records] == ["new", "stays"]
     assert (await connect().match(names)).coming == {"stays": 6}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,8 +21,9 @@ from kvferry.services.local.redis_server import find_redis_server, redis_command
 def binaries() -> dict[str, Path]:
     """Every redis-server at hand: the one that `kvferry up` starts, and the system's where it is another."""
     found = {"bundled": find_redis_server()}
-    system = shutil.which("redis-server")
-    if system and Path(system).resolve() != found["bundled"].resolve():
+    ours = Path(sys.executable).parent  # first on the path where the environment is activated
+    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != ours)
+    if system := shutil.which("redis-server", path=path):
         found["system"] = Path(system)
     return found
 

@@ -26,7 +26,7 @@ def test_a_lost_lookup_looks_like_an_index_that_does_not_answer_and_the_next_one
         with pytest.raises(IndexUnavailable, match="fail point"):
             await index.match([b"x"])
         assert await index.match([b"x"]) == Matches({}, {})
-        assert await index.nodes() == []
+        assert (await index.nodes()).records == []
 
     asyncio.run(run())
 

@@ -135,7 +135,7 @@ def test_a_flushed_redis_is_right_again_after_the_next_announces(redis_server):
             await index.announce(node("b"), TTL_S)
             await index.expect("a", chain(8), TTL_S)
             redis_server.admin.flushall()
-            assert await index.nodes() == []
+            assert (await index.nodes()).records == []
             assert await index.match(chain(8)) == Matches({}, {})
             await index.expect("a", chain(8), TTL_S)
             await index.store("a", chain(8))  # before the announce: must not count for whoever comes next
@@ -225,12 +225,38 @@ def test_what_is_expected_takes_bounded_room_however_long_and_many_the_prompts_a
     asyncio.run(run())
 
 
+def test_after_a_flush_the_memory_is_another_one_whoever_is_back(redis_server):
+    async def run() -> None:
+        async with with_a_node(redis_server.url) as index:
+            memories = [(await index.nodes()).memory]
+            for back in ((), ("a",), ("a", "b")):
+                redis_server.admin.flushall()
+                for name in back:
+                    await index.announce(node(name), TTL_S)
+                found = await index.nodes()
+                assert len(found.records) == len(back)
+                memories.append(found.memory)
+            assert len(set(memories)) == len(memories)
+
+    asyncio.run(run())
+
+
+def test_the_memory_lives_as_long_as_the_longest_lease_and_so_not_in_an_old_copy(redis_server):
+    async def run() -> None:
+        async with opened(redis_server.url, namespace="copy") as index:
+            for name, ttl_s in (("a", 60), ("b", 10)):
+                await index.announce(node(name), ttl_s)
+            assert 10_000 < redis_server.admin.pttl("{copy}:memory") <= 60_000
+
+    asyncio.run(run())
+
+
 def test_a_record_of_another_version_is_left_out(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url, namespace="versions") as index:
             await index.announce(node("b"), TTL_S)
             redis_server.admin.hset("{versions}:node:node-b", "record", '{"instance_id": "b", "colour": "red"}')
-            assert [record.instance_id for record in await index.nodes()] == ["a"]
+            assert [record.instance_id for record in (await index.nodes()).records] == ["a"]
 
     asyncio.run(run())
 
@@ -238,7 +264,7 @@ def test_a_record_of_another_version_is_left_out(redis_server):
 def test_namespaces_do_not_see_each_other(redis_server):
     async def run() -> None:
         async with with_a_node(redis_server.url, namespace="one"), opened(redis_server.url, namespace="two") as other:
-            assert await other.nodes() == []
+            assert (await other.nodes()).records == []
             assert (await other.match(chain(8))).held == {}
 
     asyncio.run(run())

@@ -52,7 +52,7 @@ async def _apply(index, call):
         case ("match", num_blocks):
             return await index.match(chain(12)[:num_blocks])
         case _:
-            return await index.nodes()
+            return (await index.nodes()).records
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -30,7 +30,7 @@ class Watched(Simulation):
     async def _announce(self, node: SimNode) -> None:
         await super()._announce(node)
         name = node.record.instance_id
-        (load,) = (record.load for record in await self.index.nodes() if record.instance_id == name)
+        (load,) = (record.load for record in (await self.index.nodes()).records if record.instance_id == name)
         self.told[name].append((self.now_s, load))
 
     def _choose(self, request: Request, seen: Snapshot, rng: random.Random) -> Choice:

@@ -118,7 +118,7 @@ class Simulation:
 
     async def _poll(self) -> None:
         """The gateway reads the node table once a heartbeat, as the gateway's own does."""
-        self._seen = await self.index.nodes()
+        self._seen = (await self.index.nodes()).records
         self.ledger.note_reports(self._seen)
         self._at(self.now_s + self._fleet.heartbeat_s, self._poll)
 
