@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8sIQQQ16s64s")
 
 _PREFIX, _SUFFIX = "kvferry-", ".pool"
 _MiB = 2**20
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
 
 
@@ -61,20 +61,16 @@ class PoolSegment:
         """Of the whole file."""
         return self.blocks_offset + self.buffer.nbytes
 
-    def prefault_for_reading(self) -> None:
-        """Enters all pages, so that who first reads one need not wait for the kernel: tens of ms per GiB.
-
-        This and `prefault` give up the interpreter lock, change no byte, and do nothing on Linux before 5.14.
-        """
-        _enter(self.buffer.ctypes.data, self.buffer.nbytes, _MADV_POPULATE_READ)
-
     def prefault(self, block_ids: Sequence[int]) -> None:
-        """The same for these blocks and who first writes there."""
+        """Enters the pages of these blocks, so that who first writes there need not wait for the kernel.
+
+        Gives up the interpreter lock, changes no byte, and does nothing on Linux before 5.14.
+        """
         todo = np.unique(np.asarray(block_ids, dtype=np.intp))
         todo = todo[~self._is_entered[todo]]
         for run in np.split(todo, np.flatnonzero(np.diff(todo) != 1) + 1) if len(todo) else ():
             start = self.buffer.ctypes.data + int(run[0]) * self.block_bytes
-            _enter(start, len(run) * self.block_bytes, _MADV_POPULATE_WRITE)
+            _enter(start, len(run) * self.block_bytes)
         self._is_entered[todo] = True
 
     @classmethod
@@ -172,10 +168,10 @@ def _blocks(memory: mmap.mmap, offset: int, num_blocks: int, block_bytes: int) -
     return flat.reshape(num_blocks, block_bytes)
 
 
-def _enter(start: int, num_bytes: int, advice: int) -> None:
+def _enter(start: int, num_bytes: int) -> None:
     first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
     length = start + num_bytes - first_page
-    _libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(length), ctypes.c_int(advice))
+    _libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE))
 
 
 def _id_field(instance_id: str) -> bytes:

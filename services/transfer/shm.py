@@ -30,8 +30,7 @@ class ShmTransport:
         can_copy_rows()  # compiled now, where that is still to do, and not in the middle of the first pull
 
     async def open(self, source: Peer) -> None:
-        segment = self._attach(source)
-        threading.Thread(target=segment.prefault_for_reading, name="kvferry-prefault", daemon=True).start()
+        self._attach(source)
 
     async def pull(
         self, source: Peer, lease_id: str, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,33 @@ def test_shm_reads_what_its_owner_wrote_last() -> None:
 
     asyncio.run(body())
     assert not np.any(own.buffer[1:])
+
+
+def test_of_a_peers_pool_shm_enters_only_what_it_reads() -> None:
+    """All of it would be the kernel's work for minutes where a pool is large, while the first prompts are computed."""
+    own, num_blocks, block_bytes = PoolSegment.anonymous(4, 2**20), 64, 2**20
+    transport = ShmTransport(own)
+
+    async def body() -> None:
+        with shared_pool(num_blocks, block_bytes) as (instance_id, segment):
+            async with (
+                serve(segment, instance_id=instance_id) as owner,
+                peer_of(owner.address, instance_id, own) as peer,
+            ):
+                await transport.open(peer)
+                await transport.pull(peer, owner.lease([9]), [9], [0])
+                await asyncio.sleep(0.2)  # for what goes on behind it
+                assert block_bytes <= _entered_bytes(str(segment.path)) < 3 * block_bytes
+        await transport.aclose()
+
+    asyncio.run(body())
+
+
+def _entered_bytes(path: str) -> int:
+    """Of this process's read-only mapping of the file."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (start,) = (i for i, line in enumerate(lines) if line.endswith(path) and " r--s " in line)
+    return next(int(line.split()[1]) * 1024 for line in lines[start:] if line.startswith("Rss:"))
 
 
 def _pull_all_with(rules: str) -> PoolSegment:
