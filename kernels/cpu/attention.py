@@ -11,6 +11,7 @@ import torch
 from kvferry.kernels.cpu.elementwise import KV_KINDS
 from kvferry.kernels.cpu.jit.constants import KV_TILE
 from kvferry.kernels.cpu.native import float_bits, kernels
+from kvferry.kernels.spread import spread
 
 QUERY_TILE = 32
 """Tokens of a chunk that are attended together: a tile of keys is prepared once for all of them."""
@@ -36,9 +37,7 @@ def plan_attention(
     starts, contexts = np.asarray(query_starts, dtype=np.int64), np.asarray(context_lens, dtype=np.int64)
     counts = np.diff(starts)
     tiles = np.where(counts > _SHORT_CHUNK, QUERY_TILE, QUERY_TILE // 2)
-    num_items = -(-counts // tiles)
-    owners = np.arange(len(counts)).repeat(num_items)
-    nth = np.arange(len(owners)) - (num_items.cumsum() - num_items)[owners]
+    owners, nth = spread(-(-counts // tiles))
     offsets = nth * tiles[owners]
     items = np.empty((len(owners), 4), dtype=np.int64)
     items[:, 0] = starts[owners] + offsets

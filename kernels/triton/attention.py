@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
+import numpy as np
 import torch
 
+from kvferry.kernels.spread import Ints, spread
 from kvferry.kernels.triton.jit import attention as jit
 from kvferry.kernels.triton.launch import Option, launch, power_of_two
 
@@ -24,6 +26,12 @@ MAX_SCRATCH_BYTES = 256 * 2**20
 
 GRAPH_PROGRAMS = 1024
 """Programs that share the splits of a captured decode step: a few for each processor of a large GPU."""
+
+ALIGNMENT = 32
+"""Each table of a plan begins at a multiple of so many int32, 128 B: kernels are compiled for the alignment
+of their pointers."""
+
+_NO_ITEMS, _NO_ROWS = np.empty((0, 5), dtype=np.int64), np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +86,59 @@ def plan_attention(
     group = num_heads // num_kv_heads
     tile = _tile(kv_cache.element_size(), group)
     tokens = tile.rows // group
-    spans = [
-        (i, start, stop, context_lens[i]) for i, (start, stop) in enumerate(pairwise(query_starts)) if stop > start
-    ]
-    short = [span for span in spans if span[2] - span[1] <= tokens and span[3] + span[2] - span[1] > SPLIT_KEYS]
-    num_splits = max((-(-(context + stop - start) // SPLIT_KEYS) for _, start, stop, context in short), default=0)
-    num_split_tokens = sum(stop - start for _, start, stop, _ in short)
-    if _scratch_bytes(num_split_tokens, num_splits, num_heads, head_dim) > MAX_SCRATCH_BYTES:
-        short = []
-    alone = {span[0] for span in short}
-    walked: list[tuple[int, ...]] = []
-    split: list[tuple[int, ...]] = []
-    split_rows: list[tuple[int, ...]] = []
-    for i, start, stop, context in spans:
-        if i in alone:
-            split.append((i, start, stop - start, context, len(split_rows)))
-            split_rows += [(row, context + row - start + 1) for row in range(start, stop)]
-            continue
-        for first in range(start, stop, tokens):
-            walked.append((i, first, min(tokens, stop - first), context + first - start, 0))
-    walked.sort(key=lambda item: -item[3] - item[2])  # the longest first: programs end at about the same time
-    device = block_tables.device
-    num_splits = num_splits if split else 1
+    starts, contexts = np.asarray(query_starts, dtype=np.int64), np.asarray(context_lens, dtype=np.int64)
+    counts = starts[1:] - starts[:-1]
+    num_keys, num_splits = contexts + counts, 1
+    split = ((counts > 0) & (counts <= tokens) & (num_keys > SPLIT_KEYS)).nonzero()[0]  # the sequences
+    if len(split):
+        num_splits = -(-int(num_keys[split].max()) // SPLIT_KEYS)
+        if _scratch_bytes(int(counts[split].sum()), num_splits, num_heads, head_dim) > MAX_SCRATCH_BYTES:
+            split, num_splits = split[:0], 1
+    split_items, split_rows = _split(starts, contexts, counts, split)
+    counts[split] = 0
+    walked_items = _walked(starts, contexts, counts, tokens)
+    tables = _on_device(block_tables.device, walked_items, split_items, split_rows)
     return AttentionPlan(
-        walked=Items(_int32(walked, 5, device), 1, 1),
-        split=Items(_int32(split, 5, device), num_splits, num_splits),
-        split_rows=_int32(split_rows, 2, device),
+        walked=Items(tables[0], 1, 1),
+        split=Items(tables[1], num_splits, num_splits),
+        split_rows=tables[2],
         block_tables=block_tables.contiguous(),
         group=group,
         tile=tile,
     )
+
+
+def _walked(starts: Ints, contexts: Ints, counts: Ints, tokens: int) -> Ints:
+    """[num_items, 5], as in the kernel, of `counts` query rows in tiles of `tokens`."""
+    owners, nth = spread(-(-counts // tokens))
+    if not len(owners):
+        return _NO_ITEMS
+    offsets = nth * tokens
+    sizes, befores = np.minimum(counts[owners] - offsets, tokens), contexts[owners] + offsets
+    items = np.array((owners, starts[owners] + offsets, sizes, befores, np.zeros_like(owners))).T
+    return items[np.argsort(-befores - sizes, kind="stable")]  # the longest first: programs end at about the same time
+
+
+def _split(starts: Ints, contexts: Ints, counts: Ints, seqs: Ints) -> tuple[Ints, Ints]:
+    """[num_items, 5] and [num_split_tokens, 2], as in the kernels, of these sequences, each of one tile."""
+    if not len(seqs):
+        return _NO_ITEMS, _NO_ROWS
+    starts, contexts, counts = starts[seqs], contexts[seqs], counts[seqs]
+    owners, nth = spread(counts)
+    items = np.array((seqs, starts, counts, contexts, counts.cumsum() - counts)).T
+    return items, np.array((starts[owners] + nth, contexts[owners] + nth + 1)).T
+
+
+def _on_device(device: torch.device, *tables: Ints) -> list[torch.Tensor]:
+    """As int32, by one copy."""
+    starts = list(accumulate((-(-table.size // ALIGNMENT) * ALIGNMENT for table in tables), initial=0))
+    memory = np.empty(starts[-1], dtype=np.int32)
+    for start, table in zip(starts, tables, strict=False):
+        memory[start : start + table.size].reshape(table.shape)[:] = table
+    whole = torch.from_numpy(memory).to(device)
+    return [
+        whole.as_strided(table.shape, (table.shape[1], 1), start) for start, table in zip(starts, tables, strict=False)
+    ]
 
 
 def plan_decodes(
@@ -133,10 +164,6 @@ def plan_decodes(
 
 def _scratch_bytes(num_tokens: int, num_splits: int, num_heads: int, head_dim: int) -> int:
     return num_tokens * num_splits * num_heads * head_dim * 4
-
-
-def _int32(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32).view(-1, width).to(device)
 
 
 def paged_attention(

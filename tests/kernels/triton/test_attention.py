@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.kernels import reference
 from kvferry.kernels.triton import attention
@@ -145,3 +147,38 @@ def test_blocks_past_2_to_the_31_elements_are_found(device: torch.device) -> Non
     large[-1] = pool.kv_cache[seq.table[0]]
     pool.kv_cache = large
     assert torch.equal(attend(pool, [(Prompt(seq.query, [num_blocks - 1]), 8, 16)])[0], want)
+
+
+def planned_by_a_loop(starts: Sequence[int], context_lens: Sequence[int], tokens: int) -> tuple[list[list[int]], ...]:
+    """Walked items, split items and split rows, of sequences one after the other."""
+    walked: list[list[int]] = []
+    split: list[list[int]] = []
+    split_rows: list[list[int]] = []
+    for i, ((start, stop), context) in enumerate(zip(pairwise(starts), context_lens, strict=True)):
+        if 0 < stop - start <= tokens and context + stop - start > attention.SPLIT_KEYS:
+            split.append([i, start, stop - start, context, len(split_rows)])
+            split_rows += [[row, context + row - start + 1] for row in range(start, stop)]
+        else:
+            firsts = range(start, stop, tokens)
+            walked += [[i, first, min(tokens, stop - first), context + first - start, 0] for first in firsts]
+    return sorted(walked, key=lambda item: -item[3] - item[2]), split, split_rows
+
+
+some_seqs = st.lists(
+    st.tuples(st.one_of(st.integers(0, 1), st.integers(0, 70)), st.sampled_from((0, 3, 254, 255, 256, 257, 700, 4000))),
+    max_size=12,
+)
+
+
+@given(seqs=some_seqs, group=st.sampled_from((1, 3, 4)), dtype=st.sampled_from(DTYPES))
+def test_a_plan_is_what_a_loop_over_sequences_makes(
+    seqs: list[tuple[int, int]], group: int, dtype: torch.dtype
+) -> None:
+    starts, context_lens = (0, *accumulate(count for count, _ in seqs)), [context for _, context in seqs]
+    pool, tables = torch.empty(1, 1, 2, 2, 16, 16, dtype=dtype), torch.zeros(len(seqs), 300, dtype=torch.int64)
+    plan = attention.plan_attention(pool, tables, starts, context_lens, 2 * group)
+    walked, split, split_rows = planned_by_a_loop(starts, context_lens, plan.tile.rows // group)
+    parts = plan.walked.items, plan.split.items, plan.split_rows
+    assert [part.tolist() for part in parts] == [walked, split, split_rows]
+    assert all(part.dtype == torch.int32 and part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
+    assert plan.split.num_splits == max((-(-keys // attention.SPLIT_KEYS) for _, keys in split_rows), default=1)
