@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from kvferry.common.requests import SamplingParams
@@ -12,9 +13,11 @@ from kvferry.services.engine.grammar import Mask, MaskWorker
 from kvferry.services.engine.host_mirror import HostMirror, filled_blocks
 from kvferry.services.engine.input_batch import InputBatch
 from kvferry.services.engine.model import LlamaModel
-from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
+from kvferry.services.engine.sample_rows import SampleRow, SampleRows, join, pack, uses_history
+from kvferry.services.engine.sampler import SampledToken, sample
 from kvferry.services.engine.schedule import RunnerLost, Schedule, Scheduled
 from kvferry.services.engine.sequence import Sequence as Seq
+from kvferry.services.engine.top_tokens import token_logprobs
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
 """How errors begin after which every call of the process to its GPU fails. Running out of memory is none of them."""
@@ -86,7 +89,11 @@ class TorchRunner:
         self, logits: torch.Tensor, ones: Sequence[tuple[Seq, Seq]], masks: Mapping[int, Mask]
     ) -> list[SampledToken]:
         usable = {i: mask for i, mask in masks.items() if mask.error is None}
-        sampled = sample(logits, [self._row(seq, one, usable.get(i)) for i, (seq, one) in enumerate(ones)])
+        table = join([one.sample_row or _pack(seq, one) for seq, one in ones])
+        positions = np.fromiter((len(seq.token_ids) for seq, _ in ones), np.int64, len(ones))
+        rows = {i: self._row(*ones[i], usable.get(i)) for i in {*usable, *table["may_edit"].nonzero()[0].tolist()}}
+        edited = {i: row for i, row in rows.items() if row.is_edited or row.mask is not None}
+        sampled = sample(logits, SampleRows(table, positions, edited))
         for i in masks.keys() - usable.keys():
             sampled[i] = SampledToken(0, error=masks[i].error)
         return sampled
@@ -109,16 +116,18 @@ class TorchRunner:
             params=seq.sampling,
             position=seq.num_tokens,
             index=one.index,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens] if _uses_history(seq.sampling) else (),
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens] if uses_history(seq.sampling) else (),
             output_token_ids=seq.token_ids[seq.num_prompt_tokens :] if _uses_output(seq.sampling) else (),
             eos_token_ids=self.eos_token_ids,
             mask=mask,
         )
 
 
+def _pack(seq: Seq, one: Seq) -> bytes:
+    assert seq.sampling is not None
+    one.sample_row = pack(seq.sampling, one.index)
+    return one.sample_row
+
+
 def _uses_output(params: SamplingParams) -> bool:
-    return _uses_history(params) or bool(params.bad_words) or params.min_tokens > 0
-
-
-def _uses_history(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty) or bool(params.frequency_penalty)
+    return uses_history(params) or bool(params.bad_words) or params.min_tokens > 0

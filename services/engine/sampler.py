@@ -9,7 +9,7 @@ min-p, top-k, top-p, draw. Log-probabilities are those of the raw logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,30 +17,14 @@ import numpy.typing as npt
 import torch
 
 from kvferry.common.errors import KvferryError
-from kvferry.common.requests import SamplingParams, TokenLogprobs
 from kvferry.kernels import ops
-from kvferry.services.engine.grammar import Mask, forbid
-from kvferry.services.engine.token_masks import allow_only, completing, masks_tokens
+from kvferry.services.engine.grammar import forbid
+from kvferry.services.engine.sample_rows import Ints, SampleRow, SampleRows
+from kvferry.services.engine.token_masks import allow_only, completing
+from kvferry.services.engine.top_tokens import best_tokens, exact_tops, to_host
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """What one row of logits is sampled with.
-
-    `position` is the index of the token being drawn, counted from the start of the prompt; `index` the choice's.
-    The prompt is read only where penalties are in use, the output also for bad words and (its length) min_tokens.
-    """
-
-    params: SamplingParams
-    position: int
-    index: int = 0
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    eos_token_ids: Sequence[int] = ()
-    mask: Mask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,69 +40,71 @@ class SampledToken:
     error: KvferryError | None = None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+def sample(logits: torch.Tensor, rows: SampleRows) -> list[SampledToken]:
     """One token for each row of `logits` [n, vocab] float32, which are left as they are."""
     if len(rows) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
-    if not rows:
+    if not len(rows):
         return []
-    special = [i for i, row in enumerate(rows) if _is_drawn(row) or _is_edited(row) or row.mask is not None]
-    if not special:
-        return _with_logprobs(logits, rows, logits.argmax(-1))
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    if plain := sorted(set(range(len(rows))).difference(special)):
-        token_ids[plain] = logits[plain].argmax(-1)
-    token_ids[special] = _sample_special(logits[special], [rows[i] for i in special])
-    return _with_logprobs(logits, rows, token_ids)
+    return _with_logprobs(logits, rows.table["num_logprobs"], _choose(logits, rows))
 
 
-def _is_drawn(row: SampleRow) -> bool:
-    return row.params.temperature >= _GREEDY_BELOW
-
-
-def _is_edited(row: SampleRow) -> bool:
-    """Whether parameters change the row's logits before the greedy choice or the draw."""
-    p = row.params
-    neutral = p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0
-    early = len(row.output_token_ids) < p.min_tokens
-    return not neutral or bool(p.logit_bias) or early or masks_tokens(p)
-
-
-def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Tokens [n] for a private copy of the rows' logits, which it changes."""
-    _constrain_and_edit(logits, rows)
-    drawn = [i for i, row in enumerate(rows) if _is_drawn(row)]
-    if len(drawn) == len(rows):
-        return _draw(logits, rows)
-    token_ids = logits.argmax(-1)
-    if drawn:
-        token_ids[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
+def _choose(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+    """Tokens [n]."""
+    is_drawn = rows.table["temperature"] >= _GREEDY_BELOW
+    is_special = is_drawn
+    if rows.edited:
+        is_special = is_drawn.copy()
+        is_special[list(rows.edited)] = True
+    special = is_special.nonzero()[0]
+    if not len(special):
+        return logits.argmax(-1)
+    if len(special) == len(rows):
+        return _choose_special(logits.clone() if rows.edited else logits, rows, is_drawn)
+    token_ids, where = logits.argmax(-1), torch.from_numpy(special).to(logits.device)
+    token_ids[where] = _choose_special(logits[where], rows.take(special), is_drawn[special])
     return token_ids
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    params = [row.params for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+def _choose_special(logits: torch.Tensor, rows: SampleRows, is_drawn: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Tokens [n] of rows that are drawn or edited. Changes the logits of those that are edited."""
+    if rows.edited:
+        _constrain_and_edit(logits, rows.edited)
+    drawn = is_drawn.nonzero()[0]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    token_ids = logits.argmax(-1)
+    if len(drawn):
+        where = torch.from_numpy(drawn).to(logits.device)
+        token_ids[where] = _draw(logits[where], rows.take(drawn))
+    return token_ids
+
+
+def _draw(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+    table = rows.table
+    uniform = uniforms(table["seed"], table["index"], rows.positions)
+    limits = np.array((table["temperature"], uniform, table["top_p"], table["min_p"], table["top_k"]))
+    limits_there = torch.from_numpy(limits).to(logits.device)  # float64, which holds them all: by one copy
+    temperature = limits_there[0].float()
     probs = torch.softmax(logits / temperature.unsqueeze(-1), dim=-1)
-    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-    if cut:
-        probs[cut] = ops.filter_tokens(
-            probs[cut],
-            torch.tensor([params[i].top_k for i in cut], device=logits.device),
-            torch.tensor([params[i].top_p for i in cut], device=logits.device, dtype=torch.float64),
-            torch.tensor([params[i].min_p for i in cut], device=logits.device),
-        )
-    uniform = uniforms([p.seed for p in params], [row.index for row in rows], [row.position for row in rows])
-    return ops.draw_tokens(probs, torch.from_numpy(uniform).to(logits.device))
+    is_cut = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["min_p"] > 0)
+    if is_cut.any():
+        top_p, min_p, top_k = limits_there[2], limits_there[3].float(), limits_there[4].long()
+        if is_cut.all():
+            probs = ops.filter_tokens(probs, top_k, top_p, min_p)
+        else:
+            cut = torch.from_numpy(is_cut.nonzero()[0]).to(logits.device)
+            probs[cut] = ops.filter_tokens(probs[cut], top_k[cut], top_p[cut], min_p[cut])
+    return ops.draw_tokens(probs, limits_there[1])
 
 
-def _constrain_and_edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+def _constrain_and_edit(logits: torch.Tensor, rows: Mapping[int, SampleRow]) -> None:
     """Applies grammars, then everything else. Where that forbids all that a grammar allows, the grammar rules."""
     allowed: dict[int, torch.Tensor] = {}
-    for i, row in enumerate(rows):
+    for i, row in rows.items():
         if row.mask is not None:
             forbid(logits[i], row.mask)
-            if _is_edited(row):
+            if row.is_edited:
                 allowed[i] = logits[i].clone()
     _edit(logits, rows)
     for i, kept in allowed.items():
@@ -147,16 +133,16 @@ class _Edits:
         return (rows[known], tokens[known]), values[known]
 
 
-def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+def _edit(logits: torch.Tensor, rows: Mapping[int, SampleRow]) -> None:
     """Applies masks, biases and penalties in place. No entry occurs twice in one table."""
     biases, repetitions, costs = _Edits(), _Edits(), _Edits()
-    for i, row in enumerate(rows):
+    for i, row in rows.items():
         p, output = row.params, row.output_token_ids
         if p.allowed_token_ids:
             allow_only(logits[i], p.allowed_token_ids)
         bias = dict(p.logit_bias)
         bias |= dict.fromkeys(completing(p.bad_words, output), -torch.inf)
-        if len(output) < p.min_tokens:
+        if row.is_early:
             bias |= dict.fromkeys((*row.eos_token_ids, *p.stop_token_ids), -torch.inf)
         for token, value in bias.items():
             biases.add(i, token, value)
@@ -178,45 +164,37 @@ def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         logits[where] -= values
 
 
-def _with_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], token_ids: torch.Tensor) -> list[SampledToken]:
-    ids: list[int] = token_ids.tolist()
-    wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not wanting:
-        return [SampledToken(token_id) for token_id in ids]
-    logprobs = torch.log_softmax(logits if len(wanting) == len(rows) else logits[wanting], dim=-1)
-    chosen: list[float] = logprobs.gather(1, token_ids[wanting].unsqueeze(1)).squeeze(1).tolist()
-    sampled = [SampledToken(token_id) for token_id in ids]
-    for i, logprob, row_logprobs in zip(wanting, chosen, logprobs, strict=True):
-        sampled[i] = SampledToken(ids[i], logprob, _top(row_logprobs, rows[i].params.logprobs or 0))
+def _with_logprobs(logits: torch.Tensor, num_logprobs: Ints, token_ids: torch.Tensor) -> list[SampledToken]:
+    """`num_logprobs` [n]: how many of the best come with each token; -1: not even its own."""
+    wanting = (num_logprobs >= 0).nonzero()[0]
+    if not len(wanting):
+        return list(map(SampledToken, token_ids.tolist()))
+    wanted = token_ids
+    if len(wanting) < len(token_ids):
+        where = torch.from_numpy(wanting).to(logits.device)
+        logits, wanted = logits[where], token_ids[where]
+    logprobs, counts = torch.log_softmax(logits, dim=-1), num_logprobs[wanting]
+    best = best_tokens(logprobs, int(counts.max()))
+    ids, chosen, *tops = to_host(token_ids, logprobs.gather(1, wanted.unsqueeze(1)), *best)
+    sampled = list(map(SampledToken, ids.astype(np.int64).tolist()))
+    each = zip(wanting.tolist(), chosen.ravel().tolist(), exact_tops(logprobs, tops, counts), strict=True)
+    for i, logprob, top in each:
+        sampled[i] = SampledToken(sampled[i].token_id, logprob, top)
     return sampled
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Of one given token for each row of `logits` [n, vocab] float32, with its rank among all and the best ones."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [n, 1]
-    ranks: list[int] = (logprobs >= chosen).sum(-1).tolist()
-    each = zip(chosen.squeeze(1).tolist(), logprobs, ranks, strict=True)
-    return [TokenLogprobs(logprob, _top(row, num_top), rank) for logprob, row, rank in each]
-
-
-def _top(logprobs: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` best tokens. `topk` alone would leave to chance which of equally likely tokens come first."""
-    if count <= 0:
-        return ()
-    last = logprobs.topk(min(count, len(logprobs))).values[-1]
-    token_ids = (logprobs >= last).nonzero().flatten()
-    pairs = zip(token_ids.tolist(), logprobs[token_ids].tolist(), strict=True)
-    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])
-
-
-def uniforms(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: npt.NDArray[np.uint64], indices: Ints, positions: Ints) -> npt.NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, choice index, position)."""
-    mask = 2**64 - 1
-    keys = np.array([seed & mask for seed in seeds], np.uint64)
-    words = philox4x32(np.array([[p, i, 0, 0] for p, i in zip(positions, indices, strict=True)], np.uint64), keys)
+    counters = np.zeros((len(seeds), 4), np.uint64)
+    counters[:, 0], counters[:, 1] = positions, indices
+    words = philox4x32(counters, seeds)
     high, low = words[:, 0] >> np.uint64(5), words[:, 1] >> np.uint64(6)
     return (high * 2.0**26 + low) / 2.0**53
+
+
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -224,11 +202,8 @@ def philox4x32(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -
 
     Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = counters.T
-    k0, k1 = keys & low, keys >> shift
-    for _ in range(10):
-        left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (right >> shift) ^ c1 ^ k0, right & low, (left >> shift) ^ c3 ^ k1, left & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return np.stack((c0, c1, c2, c3), axis=1)
+    even, odd = counters.T[::2], counters.T[1::2]
+    for round_keys in (np.array((keys & _LOW, keys >> _HIGH)) + _KEY_STEPS) & _LOW:
+        products = (even * _MULTIPLIERS)[::-1]
+        even, odd = (products >> _HIGH) ^ odd ^ round_keys, products & _LOW
+    return np.stack((even[0], odd[0], even[1], odd[1]), axis=1)

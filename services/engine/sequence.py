@@ -82,6 +82,7 @@ class Sequence:
     group: BeamGroup | None = None
     matcher: Matcher | None = None  # what a grammar lets its output be
     num_reserved_seats: int = 0  # for beams to come
+    sample_row: bytes = b""  # how its tokens are drawn, as the sampler's tables take it; packed at the first
 
     @property
     def num_tokens(self) -> int:

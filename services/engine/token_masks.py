@@ -6,12 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.common.requests import SamplingParams
-
-
-def masks_tokens(params: SamplingParams) -> bool:
-    return bool(params.allowed_token_ids) or bool(params.bad_words)
-
 
 def allow_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     """Bans all other tokens of one row [vocab], in place."""

@@ -12,7 +12,8 @@ from kvferry.kernels import ops
 from kvferry.services.engine.batch import Batch
 from kvferry.services.engine.host_mirror import HostMirror
 from kvferry.services.engine.model import LlamaModel
-from kvferry.services.engine.sampler import SampleRow, sample
+from kvferry.services.engine.sample_rows import SampleRow, SampleRows
+from kvferry.services.engine.sampler import sample
 
 CHUNK = 96
 """Tokens of the prompt: more than any tile has rows."""
@@ -32,7 +33,7 @@ def warm_up(model: LlamaModel, kv_cache: torch.Tensor, mirror: HostMirror, max_m
         if num_tokens > 0:
             logits = model.forward(_batch(context_len, num_tokens, kv_cache), kv_cache)
             params = SamplingParams(temperature=1.0, top_k=5, top_p=0.5, seed=0)
-            sample(torch.zeros_like(logits), [SampleRow(params, position=0)])
+            sample(torch.zeros_like(logits), SampleRows.of([SampleRow(params, position=0)]))
     mirror.copy_down([0])
     mirror.copy_up([0])
     if len(kv_cache) > 1:

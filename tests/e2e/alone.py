@@ -12,8 +12,11 @@ import torch
 from kvferry.common.requests import SamplingParams, TokenLogprobs
 from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
-from kvferry.services.engine.sampler import SampledToken, SampleRow, sample, token_logprobs
+from kvferry.services.engine.sample_rows import SampleRow
+from kvferry.services.engine.sampler import SampledToken
+from kvferry.services.engine.top_tokens import token_logprobs
 from tests.engine.paging import PagedModel
+from tests.engine.sampling import sample
 
 
 @dataclass

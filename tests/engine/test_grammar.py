@@ -25,10 +25,11 @@ from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.outputs import StepReport, TokenOutput
 from kvferry.services.engine.runner import TorchRunner
-from kvferry.services.engine.sampler import SampleRow, sample
+from kvferry.services.engine.sample_rows import SampleRow
 from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence as Seq
 from kvferry.services.gateway.structured import StructuredOutputs, compile_structured
+from tests.engine.sampling import sample
 
 BLOCK = 4
 EOS = 2

@@ -18,9 +18,9 @@ from kvferry.services.engine.loader import load_model
 from kvferry.services.engine.model import LlamaModel
 from kvferry.services.engine.outputs import StepReport
 from kvferry.services.engine.runner import TorchRunner
-from kvferry.services.engine.sampler import token_logprobs
 from kvferry.services.engine.scheduler import Scheduler
 from kvferry.services.engine.sequence import Sequence
+from kvferry.services.engine.top_tokens import token_logprobs
 from tests.engine.paging import PagedModel
 
 BLOCK = 16

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvferry.common.requests import SamplingParams
-from kvferry.services.engine.sampler import SampledToken, SampleRow, philox4x32, sample, uniforms
+from kvferry.services.engine.sample_rows import SampleRow
+from kvferry.services.engine.sampler import SampledToken, philox4x32, uniforms
+from tests.engine.sampling import sample
 from tests.kernels.rows import randn, threads
 
 VOCAB = 1000
@@ -52,8 +54,10 @@ def test_philox_gives_the_known_answers_of_random123(counter: list[int], key: in
 
 
 def test_uniforms_depend_on_seed_index_and_position_and_look_uniform() -> None:
-    assert len({float(uniforms([s], [i], [p])[0]) for s in (0, 1, -1, 2**63) for i in (0, 1) for p in (0, 1)}) == 16
-    many = uniforms([3] * 20000, [0] * 20000, range(20000))
+    seeds = np.array([0, 1, 2**64 - 1, 2**63], np.uint64).repeat(4)
+    indices, positions = np.array([0, 0, 1, 1] * 4), np.array([0, 1] * 8)
+    assert len(set(uniforms(seeds, indices, positions).tolist())) == 16
+    many = uniforms(np.full(20000, 3, np.uint64), np.zeros(20000, np.int64), np.arange(20000))
     assert (many >= 0).all()
     assert (many < 1).all()
     counts, _ = np.histogram(many, bins=20, range=(0, 1))
@@ -192,6 +196,27 @@ def test_equally_likely_top_tokens_are_ordered_by_id() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 500] = 1.0
     assert [token for token, _ in sample(logits, [row(logprobs=4)])[0].top] == [500, 0, 1, 2]
+
+
+@pytest.mark.parametrize("step", [0.01, 0.5, 2.0])
+def test_top_tokens_are_those_of_sorting_whatever_is_alike(step: float) -> None:
+    """From few equally likely tokens to so many that some of a row's best are not looked at first."""
+    logits, counts = (randn(33, VOCAB) / step).round() * step, [i % 21 for i in range(33)]
+    got = sample(logits, [row(logprobs=count) for count in counts])
+    for one, logprobs, count in zip(got, logits.log_softmax(-1).tolist(), counts, strict=True):
+        best = sorted(enumerate(logprobs), key=lambda pair: (-pair[1], pair[0]))[:count]
+        assert one.top == tuple(best)
+
+
+def test_a_step_is_read_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    for name in ("cpu", "tolist", "item", "nonzero"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, _read=read: reads.append(self) or _read(self))
+    sample(randn(33, VOCAB), [row(i, logprobs=i % 6, top_p=0.9) for i in range(33)])
+    assert len(reads) == 1
+    sample(randn(33, VOCAB), [row(i, top_p=0.9) for i in range(33)])
+    assert len(reads) == 2
 
 
 def test_more_logprobs_than_tokens_gives_all() -> None:

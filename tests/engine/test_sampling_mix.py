@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.common.requests import SamplingParams
-from kvferry.services.engine.sampler import SampleRow, sample, token_logprobs
+from kvferry.services.engine.sample_rows import SampleRow
 from kvferry.services.engine.token_masks import completing
+from kvferry.services.engine.top_tokens import token_logprobs
+from tests.engine.sampling import sample
 from tests.kernels.rows import randn, threads
 
 VOCAB = 97
